@@ -163,7 +163,7 @@ class Adapter(ABC):
     processors: ClassVar[tuple[str, ...]]
     # Fields of the model's config with which, where they are set, it computes what packed blocks do not.
     refused: ClassVar[tuple[str, ...]] = ()
-    # Modules of the blocks and of the model whose parts are called in place of the module itself.
+    # Modules of the blocks and of the model, beside those that attend, whose parts are called in place of the module.
     in_parts: ClassVar[tuple[str, ...]] = ()
 
     # For check(): fields of a small model, of odd sizes that could be mistaken for each other; and random arguments, in
@@ -253,7 +253,7 @@ class Adapter(ABC):
         for name in self.lists():
             blocks = enumerate(model.get_submodule(name))
             owners |= {f"{name}.{i}.": block for i, wrapper in blocks for block in originals_of(wrapper)}
-        for name, part in itertools.product(owners, self.in_parts):
+        for name, part in itertools.product(owners, (*self.attentions, *self.in_parts)):
             module = getattr(owners[name], part, None)
             of = next((base for base in type(module).__mro__ if "forward" in base.__dict__), None)
             if of is not None and package_of(of) not in (*LIBRARIES, *_WRAPPERS, package_of(type(self))):

@@ -168,7 +168,7 @@ def check(transformer: Any, *, ranks: int = 2, **fields: Any) -> str:
 def _found(small: SmallModel, ranks: int) -> dict[str, list[str]]:
     found = {"packed": _compared(small.make(), small.samples())}
     if hasattr(small.model_class, "enable_gradient_checkpointing"):
-        found["checkpointed"] = _compared(small.make(), small.samples(), _checkpointed)
+        found["checkpointed"] = _compared(small.make(), small.samples(), lambda m: m.enable_gradient_checkpointing())
     if importlib.util.find_spec("peft"):
         found["LoRA"] = _compared(with_lora(small.make(), small.adapter), small.samples())
     found["no samples"] = _without_samples(balance(small.make()))
@@ -202,10 +202,6 @@ def _differences(
                 f"{tolerance:.0e} ({len(wrong)} of {len(errors)} are off)"
             )
     return found
-
-
-def _checkpointed(model: Any) -> None:
-    model.enable_gradient_checkpointing()
 
 
 def with_lora(model: Any, adapter: type[Adapter]) -> Any:

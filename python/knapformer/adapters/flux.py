@@ -41,14 +41,14 @@ def single_block(block: Any, x: Tensor, rows: Tensor, chunks: JointChunks) -> Te
 
 class Flux(JointAdapter):
     left_out = "ControlNet, IP adapters"
-    required: ClassVar[tuple[str, ...]] = (
+    required = (
         "hidden_states", "encoder_hidden_states", "pooled_projections", "timestep", "img_ids", "txt_ids",
     )  # fmt: skip
     optional: ClassVar[tuple[str, ...]] = ("guidance",)
     input_layer = "x_embedder"
     blocks = {"transformer_blocks": adaptive_double_block, "single_transformer_blocks": adaptive_single_block}
     forwards = ("FluxTransformerBlock", "FluxSingleTransformerBlock", *JointAdapter.forwards)
-    in_parts = ("attn", "norm1", "norm1_context", "norm")
+    in_parts = ("norm1", "norm1_context", "norm")
     processors = ("FluxAttnProcessor",)
     small = {
         "in_channels": 6, "num_layers": 2, "num_single_layers": 1, "attention_head_dim": 14, "num_attention_heads": 3,
@@ -95,7 +95,7 @@ class LongCatImage(Flux):
     """diffusers' LongCatImageTransformer2DModel: FLUX.1 without pooled text and guidance."""
 
     left_out = ""
-    required = ("hidden_states", "encoder_hidden_states", "timestep", "img_ids", "txt_ids")
+    required = JointAdapter.required
     optional = ()
     forwards = ("LongCatImageTransformerBlock", "LongCatImageSingleTransformerBlock", *JointAdapter.forwards)
     processors = ("LongCatImageAttnProcessor",)
@@ -116,13 +116,12 @@ class Chroma(JointAdapter):
 
     sequence = "text tokens that no mask hides, and image tokens"
     left_out = "ControlNet, IP adapters, masks of numbers (which diffusers adds to the scores)"
-    required = ("hidden_states", "encoder_hidden_states", "timestep", "img_ids", "txt_ids")
     optional = ("attention_mask",)
     input_layer = "x_embedder"
     blocks = {"transformer_blocks": double_block, "single_transformer_blocks": single_block}
     modules = {"norm_out": pruned_norm}
     forwards = ("ChromaTransformerBlock", "ChromaSingleTransformerBlock", "ChromaAdaLayerNormContinuousPruned")
-    in_parts = ("attn", "norm1", "norm1_context", "norm")
+    in_parts = ("norm1", "norm1_context", "norm")
     processors = ("FluxAttnProcessor",)
     small = {
         "in_channels": 6, "num_layers": 2, "num_single_layers": 1, "attention_head_dim": 14, "num_attention_heads": 3,
@@ -178,12 +177,10 @@ class Flux2(JointAdapter):
     """Its blocks share three modulations, computed once a step."""
 
     left_out = "the cache of reference images"
-    required = ("hidden_states", "encoder_hidden_states", "timestep", "img_ids", "txt_ids")
     optional = ("guidance",)
     input_layer = "x_embedder"
     blocks = {"transformer_blocks": double_block, "single_transformer_blocks": parallel_block}
     forwards = ("Flux2TransformerBlock", "Flux2SingleTransformerBlock", *JointAdapter.forwards)
-    in_parts = ("attn",)
     processors = ("Flux2AttnProcessor", "Flux2ParallelSelfAttnProcessor")
     small = {
         "in_channels": 5, "num_layers": 1, "num_single_layers": 2, "attention_head_dim": 12, "num_attention_heads": 3,

@@ -40,14 +40,12 @@ def final_norm(norm: Any, x: Tensor, cond: Tensor, packed: Packed) -> Tensor:
 
 class Flux3(JointAdapter):
     sequence = "text, image and reference tokens"
-    required = ("hidden_states", "encoder_hidden_states", "timestep", "img_ids", "txt_ids")
     optional = ("image_cond_hidden_states", "image_cond_ids", "target_timestep")
     input_layer = "context_embedder"
     blocks = {"mode_blocks.image": block, "mode_blocks.image_cond": block, "single_transformer_blocks": block}
     refiners = {"txt_mode_blocks": block}
     modules = {"norm_out": final_norm}
     forwards = ("Flux3ModeTransformerBlock", "Flux3SingleTransformerBlock", "Flux3AdaLayerNorm")
-    in_parts = ("attn",)
     processors = ("Flux3AttnProcessor",)
     small = {
         "in_channels": 6, "cond_in_channels": 5, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 12,

@@ -49,7 +49,7 @@ class HunyuanVideo15(JointAdapter):
         "HunyuanVideo15TransformerBlock", "HunyuanVideo15IndividualTokenRefinerBlock", "HunyuanVideo15TokenRefiner",
         *JointAdapter.forwards,
     )  # fmt: skip
-    in_parts = ("attn", "norm1", "norm1_context", "norm_out")
+    in_parts = ("norm1", "norm1_context", "norm_out")
     processors = ("HunyuanVideo15AttnProcessor2_0", "AttnProcessor2_0")
     small = {
         "in_channels": 3, "out_channels": 2, "num_attention_heads": 3, "attention_head_dim": 14, "num_layers": 2,

@@ -91,6 +91,7 @@ def final_norm(norm: Any, x: Tensor, cond: Tensor, packed: Packed) -> Tensor:
 
 
 class JointAdapter(Adapter):
+    required: ClassVar[tuple[str, ...]] = ("hidden_states", "encoder_hidden_states", "timestep", "img_ids", "txt_ids")
     modules = {"norm_out": final_norm}
     forwards: ClassVar[tuple[str, ...]] = ("AdaLayerNormContinuous",)
 

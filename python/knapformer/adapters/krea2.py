@@ -60,7 +60,6 @@ class Krea2(JointAdapter):
     refiners = {"text_fusion.refiner_blocks": refiner_block}
     modules = {"text_fusion": text_fusion, "final_layer": final_layer}
     forwards = ("Krea2TransformerBlock", "Krea2TextFusionBlock", "Krea2TextFusion", "Krea2FinalLayer")
-    in_parts = ("attn",)
     processors = ("Krea2AttnProcessor",)
     small = {
         "in_channels": 6, "num_layers": 2, "attention_head_dim": 14, "num_attention_heads": 6, "num_key_value_heads": 3,

@@ -172,7 +172,6 @@ class LTX2(JointAdapter):
     modules = {}
     forwards = ("LTX2VideoTransformerBlock",)
     attentions = ("attn1", "attn2", "audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn")
-    in_parts = attentions
     processors = ("LTX2AudioVideoAttnProcessor", "LTX2PerturbedAttnProcessor")
     small = {
         "in_channels": 6, "out_channels": 5, "num_attention_heads": 3, "attention_head_dim": 12,

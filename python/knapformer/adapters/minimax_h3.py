@@ -79,7 +79,6 @@ class MiniMaxH3(Adapter):
     forwards = (
         "MiniMaxH3TransformerBlock", "MiniMaxH3TokenRefinerBlock", "MiniMaxH3TokenRefiner", "MiniMaxH3AdaLayerNormOut",
     )  # fmt: skip
-    in_parts = ("attn",)
     processors = ("MiniMaxH3AttnProcessor",)
     small = {
         "num_attention_heads": 3, "attention_head_dim": 16, "hidden_size": 36, "num_layers": 2, "num_refiner_layers": 2,

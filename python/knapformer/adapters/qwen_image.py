@@ -37,7 +37,6 @@ class QwenImage(JointAdapter):
     blocks = {"transformer_blocks": block}
     forwards = ("QwenImageTransformerBlock", *JointAdapter.forwards)
     refused = ("guidance_embeds",)
-    in_parts = ("attn",)
     processors = ("QwenDoubleStreamAttnProcessor2_0",)
     small = {
         "in_channels": 7, "out_channels": 2, "num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 3,

@@ -107,7 +107,6 @@ class QwenImage21(Adapter):
     blocks = {"transformer_blocks": block}
     modules = {"norm_out": final_norm}
     forwards = ("QwenImage21TransformerBlock", "QwenImage21AdaLayerNormContinuous")
-    in_parts = ("attn",)
     processors = ("QwenImage21AttnProcessor", "QwenImage21FlexAttnProcessor")
     small = {
         "in_channels": 7, "out_channels": 5, "num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 3,

@@ -20,7 +20,7 @@ class StableDiffusion3(JointAdapter):
     blocks = {"transformer_blocks": adaptive_double_block}
     forwards = ("JointTransformerBlock", *JointAdapter.forwards)
     refused = ("dual_attention_layers",)
-    in_parts = ("attn", "norm1", "norm1_context")
+    in_parts = ("norm1", "norm1_context")
     processors = ("JointAttnProcessor2_0", "FusedJointAttnProcessor2_0")
     of_grids = True
     small = {

@@ -84,7 +84,7 @@ class Wan(Adapter):
     blocks = {"blocks": block}
     forwards = ("WanTransformerBlock",)
     attentions = ("attn1", "attn2")
-    in_parts = ("attn1", "attn2", "condition_embedder")
+    in_parts = ("condition_embedder",)
     processors = ("WanAttnProcessor",)
     drawn = {
         "timestep": lambda config, size, draw: 1000 * draw.time().cpu(),

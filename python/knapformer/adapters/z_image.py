@@ -45,7 +45,6 @@ class ZImage(JointAdapter):
     modules = {"all_final_layer": final_layer}
     forwards = ("ZImageTransformerBlock", "FinalLayer")
     attentions = ("attention",)
-    in_parts = ("attention",)
     processors = ("ZSingleStreamAttnProcessor",)
     refused = ("siglip_feat_dim",)
     small = {
