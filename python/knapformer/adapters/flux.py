@@ -41,7 +41,7 @@ def single_block(block: Any, x: Tensor, rows: Tensor, chunks: JointChunks) -> Te
 
 class Flux(JointAdapter):
     left_out = "ControlNet, IP adapters"
-    required = (
+    required: ClassVar[tuple[str, ...]] = (
         "hidden_states", "encoder_hidden_states", "pooled_projections", "timestep", "img_ids", "txt_ids",
     )  # fmt: skip
     optional: ClassVar[tuple[str, ...]] = ("guidance",)

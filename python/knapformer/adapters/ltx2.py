@@ -118,7 +118,9 @@ def _read(block: Any, prefix: str, x: Tensor, text: Tensor, rows: Any, prompt: T
         normed = modulate(normed, of_text[0], of_text[1], of_token)
     if block.cross_attn_adaln:
         table = getattr(block, f"{prefix}prompt_scale_shift_table")
-        shift, scale = _rows(table, text.new_zeros(len(stream.own.lens), table.numel()) if prompt is None else prompt)
+        if prompt is None:
+            prompt = text.new_zeros(len(stream.own.step.chunk_lens), table.numel())
+        shift, scale = _rows(table, prompt)
         text = modulate(text, shift, scale, stream.of_text)
     update = _out(attn2, normed, stream.to_text(_queries(attn2, normed), *_keys(attn2, text)).flatten(1))
     return gated_add(x, update, of_text[2], of_token) if of_text else x + update

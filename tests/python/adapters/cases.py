@@ -65,6 +65,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "audio_cross_attn_mod": True, "use_prompt_embeddings": False, "audio_num_attention_heads": 3,
         "audio_cross_attention_dim": 24, "cross_attn_timestep_scale_multiplier": 1, "num_layers": 1,
     }),
+    "ltx2-plain": (LTX2, {
+        "cross_attn_mod": True, "audio_cross_attn_mod": True, "use_prompt_adaln_single": False, "num_layers": 1,
+    }),
     "longcat-image": ("LongCatImageTransformer2DModel", {}),
     "chrono-edit": ("ChronoEditTransformer3DModel", {"image_dim": 11, "added_kv_proj_dim": 42, "num_layers": 1}),
     "skyreels-v2": ("SkyReelsV2Transformer3DModel", {}),
