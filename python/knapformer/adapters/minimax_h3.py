@@ -28,14 +28,16 @@ _MODALITIES = 3  # of which each has rows of modulation of its own, for each tim
 class MiniMaxChunks(Chunks):
     times: Tensor  # the time step of each run of tokens, as of_token numbers the runs
     rows: Tensor  # and its row of modulation
-    num_turned: int  # features of a head that positions turn
 
     def rotated(self, *heads: Tensor) -> tuple[Tensor, ...]:
-        """The model turns feature i, of num_turned, with feature i + num_turned / 2; here neighbours are turned. Scores
-        do not depend on the order of features."""
-        parts = (x.tensor_split([self.num_turned], -1) for x in heads)
-        swap = (torch.cat([of.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2), rest], -1) for of, rest in parts)
-        return super().rotated(*swap)
+        """The model turns feature i with feature i + n / 2, of the first n of a head."""
+        assert self.rotation is not None
+        cos, sin = self.rotation.turns.unbind(-1)
+        count, turned = cos.shape[-1], []
+        for x in heads:
+            a, b, rest = x.tensor_split([count, 2 * count], -1)
+            turned.append(torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1).to(x.dtype))
+        return tuple(turned)
 
 
 def block(block: Any, x: Tensor, cond: Tensor, chunks: MiniMaxChunks) -> Tensor:
@@ -104,7 +106,6 @@ class MiniMaxH3(Adapter):
         lens = [len(samples.tensor(i, "position_ids")) for i in range(len(samples))]
         cos, sin = model.rope(samples.rows_like("position_ids", 3, lens))
         turns = torch.stack([cos, sin], -1)[:, : cos.shape[1] // 2]
-        unturned = turns.new_tensor([1.0, 0.0]).expand(len(turns), (config.attention_head_dim - cos.shape[1]) // 2, 2)
 
         widths = (config.in_channels * math.prod(config.patch_size), config.audio_in_channels, config.text_dim)
         names = ("hidden_states", "audio_hidden_states", "encoder_hidden_states")
@@ -125,7 +126,7 @@ class MiniMaxH3(Adapter):
         times = torch.cat([torch.zeros(0), *(time[step] for time, step in zip(given, steps, strict=True))])
         tags = torch.cat([torch.zeros(0).long(), *of_modality])
         rest = (times, *((places[name], of) for name, of in (("video", *of_video), ("audio", *of_audio))))
-        return Home(x, lens, [torch.cat([turns, unturned], 1), times, tags], rest=rest)
+        return Home(x, lens, [turns, times, tags], rest=rest)
 
     @staticmethod
     def _integers(samples: Samples, name: str, counts: list[int], ends: list[int]) -> list[Tensor]:
@@ -152,7 +153,6 @@ class MiniMaxH3(Adapter):
             rotation=rotation_of(turns, x.dtype),
             times=to_device(values, x.device).index_select(0, keys // _MODALITIES),
             rows=torch.arange(len(keys), device=x.device) * _MODALITIES + keys % _MODALITIES,
-            num_turned=6 * model.config.rope_freq_dim,
         )
 
     def compute(self, model: Any, x: Tensor, of_chunk: list[Tensor], chunks: MiniMaxChunks, run: RunBlock) -> Tensor:
