@@ -90,19 +90,24 @@ py::list chunks(const StepPlan& step) {
 
 /// By sequence, the parts of its queries: (first query, queries, first key, keys, pairs).
 py::list parts_of_sequence(const StepPlan& step) {
-  const Mask& mask = step.input().sequences.mask;
   py::list out;
   for_each_sequence(step, [&](SequenceId, const Plan& plan, SequenceId in_plan) {
     const int64_t length = plan.seq_lens()[in_plan];
+    const Mask mask = plan.input().mask_of(in_plan).value_or(Mask());
     py::list parts;
     for (const QueryPart& p : plan.query_parts(in_plan)) {
-      const int64_t pairs =
-          mask.pairs_before(length, p.first_query + p.num_queries) - mask.pairs_before(length, p.first_query);
-      parts.append(py::make_tuple(p.first_query, p.num_queries, p.first_key, p.num_keys, pairs));
+      parts.append(
+          py::make_tuple(p.first_query, p.num_queries, p.first_key, p.num_keys, mask.pairs_of(length, p)));
     }
     out.append(std::move(parts));
   });
   return out;
+}
+
+std::vector<std::string> masks(const StepPlan& step) {
+  std::vector<std::string> texts;
+  for (const Mask& mask : step.input().sequences.masks) texts.push_back(mask.str());
+  return texts;
 }
 
 std::vector<double> sequence_works(const StepPlan& step) {
@@ -264,7 +269,7 @@ void bind_plan(py::module_& m) {
       .def_property_readonly(
           "parts_of_sequence", &parts_of_sequence,
           "Per sequence, the parts into which its ranks cut its queries, in rank order: tuples (first "
-          "query, queries, first key, keys, pairs), the pairs by the mask of all sequences.")
+          "query, queries, first key, keys, pairs).")
       .def_property_readonly("chunk_lens", per_chunk([](const Chunk& c, SequenceId) { return c.num_tokens; }),
                              "Per rank, the tokens of the chunks that it holds, in row order.")
       .def_property_readonly("sequences_on", per_chunk([](const Chunk&, SequenceId id) { return id.value; }),
@@ -324,6 +329,8 @@ void bind_plan(py::module_& m) {
       .def_property_readonly(
           "attention_pairs", [](const StepPlan& p) { return p.input().sequences.attention_pairs; },
           "Per sequence, how many (query, key) pairs its mask leaves. Empty: full attention everywhere.")
+      .def_property_readonly("masks", &masks,
+                             "Per sequence, the text of its mask. Empty: full attention everywhere, or not known.")
       .def("validate", &StepPlan::validate,
            "Checks every promise of a plan; raises StateError with the first one broken.")
       .def("to_json", &to_json, "The plan as text, to be read by from_json.")

@@ -60,18 +60,13 @@ std::vector<T> list_like_lengths(py::handle lists, std::string_view argument, co
 }
 
 /// One mask for all sequences, or one for each.
-std::vector<int64_t> pairs_from(py::handle masks, const SequenceLengths& seq_lens) {
-  std::vector<int64_t> pairs;
-  if (const std::optional<std::string> name = as_text(masks)) {
-    const Mask mask = Mask::parse(*name);
-    if (mask.kind == Mask::Kind::kFull) return pairs;
-    for (const int64_t length : seq_lens.lens()) pairs.push_back(mask.pairs(length));
-    return pairs;
-  }
+void give_masks(PlanInput& input, py::handle masks) {
+  if (const std::optional<std::string> name = as_text(masks)) return input.give_mask(Mask::parse(*name));
+  std::vector<Mask> of_sequences;
   for (const std::string& name :
-       list_like_lengths<std::string>(masks, "masks", seq_lens, "the text of a mask", as_text))
-    pairs.push_back(Mask::parse(name).pairs(seq_lens.lens()[pairs.size()]));
-  return pairs;
+       list_like_lengths<std::string>(masks, "masks", input.seq_lens, "the text of a mask", as_text))
+    of_sequences.push_back(Mask::parse(name));
+  input.give_masks(std::move(of_sequences));
 }
 
 void give_work(PlanInput& input, py::handle lists) {
@@ -100,9 +95,7 @@ StepPlan plan_of(py::handle seq_lens_per_rank, py::handle topology, py::handle c
   StepInput step{.sequences = settings_from(cost, max_tokens_per_rank)};
   step.sequences.d_model = width_from(cost.attr("d_model"));
   step.sequences.seq_lens = lengths_from(seq_lens_per_rank, "seq_lens_per_rank");
-  const py::object mask = py::reinterpret_borrow<py::object>(masks.is_none() ? cost.attr("mask") : masks);
-  step.sequences.attention_pairs = pairs_from(mask, step.sequences.seq_lens);
-  if (const std::optional<std::string> of_all = as_text(mask)) step.sequences.mask = Mask::parse(*of_all);
+  give_masks(step.sequences, masks.is_none() ? cost.attr("mask") : py::reinterpret_borrow<py::object>(masks));
   if (!work.is_none()) give_work(step.sequences, work);
   const bool is_auto = as_text(micro_batches) == "auto";
   if (!is_auto) {
@@ -130,8 +123,7 @@ std::vector<TopologyOption> rank_topologies_of(py::handle batches, py::handle co
                   const std::string argument = text("batches[", inputs.size(), "]");
                   PlanInput& input = inputs.emplace_back(common);
                   input.seq_lens = lengths_from(batch, argument);
-                  input.attention_pairs = pairs_from(py::cast(mask), input.seq_lens);
-                  input.mask = Mask::parse(mask);
+                  input.give_mask(Mask::parse(mask));
                 });
   if (!work.is_none()) give_work(inputs, work);
   const py::gil_scoped_release release;

@@ -31,6 +31,17 @@ bool cuts_queries(py::handle attend) {
   return has_attributes && py::bool_(py::getattr(attend, "cuts_queries", py::bool_(false)));
 }
 
+/// Whether a kernel goes by the planned masks (models/masked.py).
+bool takes_masks(py::handle attend) {
+  return PyFunction_Check(attend.ptr()) == 0 && py::bool_(py::getattr(attend, "takes_masks", py::bool_(false)));
+}
+
+/// The project's own kernel, for the masks of the plan.
+py::object own_kernel(const Step& self) {
+  const std::optional<Mask> mask = self.common_mask();
+  return py::module_::import("knapformer.models.masked").attr("kernel_for")(mask ? py::cast(mask->str()) : py::none());
+}
+
 /// Calls `attend` under the GIL, whether or not the caller holds it.
 Attend attend_from(const Step& self, const py::object& attend) {
   if (PyCallable_Check(attend.ptr()) == 0) throw_argument("attend", type_of(attend), "a function");
@@ -49,6 +60,12 @@ Attend attend_from(const Step& self, const py::object& attend) {
       throw;
     }
   };
+  if (takes_masks(attend)) {
+    Attend made = [called, &attend](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                    const SequenceRows& rows) { return called(attend, q, k, v, rows.masks); };
+    made.takes_masks = true;
+    return made;
+  }
   if (cuts_queries(attend)) {
     Attend made = [called, &attend](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                     const SequenceRows& rows) {
@@ -82,6 +99,10 @@ KernelMask mask_from(const py::object& mask) {
 
 /// None: the kernel's own attribute `mask`, as PackedAttention has it, or "full".
 KernelMask mask_from(const py::object& mask, const py::object& attend) {
+  if (takes_masks(attend)) {
+    if (!mask.is_none()) throw_argument("mask", shown(mask), "None: this kernel applies the planned masks");
+    return std::nullopt;
+  }
   std::optional<std::string> own;
   if (PyFunction_Check(attend.ptr()) == 0) own = as_text(py::getattr(attend, "mask", py::none()));  // a miss is slow
   if (mask.is_none()) return Mask::parse(own.value_or("full"));
@@ -92,6 +113,30 @@ KernelMask mask_from(const py::object& mask, const py::object& attend) {
 }  // namespace
 
 void bind_step(py::module_& m) {
+  py::class_<MaskTables, std::shared_ptr<MaskTables>>(m, "MaskTables", "What packed queries of attention see.")
+      .def(py::init([](const py::object& masks, const py::object& seq_lens) {
+             const std::vector<int64_t> lens = lengths_from(seq_lens);
+             const std::vector<Mask> of_sequences = masks_from(masks);
+             if (of_sequences.size() != lens.size())
+               throw_argument("masks", text(of_sequences.size(), " masks"), text("one for each of the ", lens.size(), " sequences"));
+             MaskRows rows;
+             for (size_t s = 0; s < lens.size(); ++s)
+               rows.add(of_sequences[s], lens[s], {.first_query = 0, .num_queries = lens[s], .first_key = 0, .num_keys = lens[s]});
+             return std::make_shared<MaskTables>(std::move(rows));
+           }),
+           py::arg("masks"), py::arg("seq_lens"))
+      .def_property_readonly("num_queries", [](const MaskTables& t) { return t.rows().num_queries; })
+      .def_property_readonly("num_keys", [](const MaskTables& t) { return t.rows().num_keys; })
+      .def_property_readonly("runs", &MaskTables::runs, "For the op knapformer::masked_attention (masked_attention.h).")
+      .def("blocks_on", [](MaskTables& t, const at::Device& device) {
+        const MaskTables::Blocks& blocks = t.blocks_on(device);
+        return std::make_tuple(blocks.bounds, blocks.lists);
+      }, py::arg("device"), "For FlexAttention: by range the first keys and ends of queries, and lists of blocks (masked_attention.h).");
+  m.def("masked_attention", [](const py::object& q, const py::object& k, const py::object& v, const MaskTables& masks) {
+    const auto [q_, k_, v_] = std::tuple(tensor_from(q, "q"), tensor_from(k, "k"), tensor_from(v, "v"));
+    const py::gil_scoped_release release;
+    return masked_attention(q_, k_, v_, masks.runs());
+  });
   py::class_<Step>(m, "Step", R"(A plan on this rank, with the tables and groups by which its tensors move.
 
 What balancer.step returns, and balancer.current. Its methods are those of SequenceBalancer, which go by the step in
@@ -148,36 +193,41 @@ A plan has one, an optimizer step's plan one for each micro-batch; no other step
           py::arg("o"))
       .def(
           "attention",
-          [](const Step& self, const py::object& q, const py::object& k, const py::object& v, const py::object& attend,
+          [](const Step& self, const py::object& q, const py::object& k, const py::object& v, py::object attend,
              const py::object& mask) {
             return convert_then_call(
                 self,
                 [&] {
+                  if (attend.is_none()) attend = own_kernel(self);
                   return std::tuple(tensor_from(q, "q"), tensor_from(k, "k"), tensor_from(v, "v"),
                                     attend_from(self, attend), mask_from(mask, attend));
                 },
                 &Step::attention);
           },
-          py::arg("q"), py::arg("k"), py::arg("v"), py::arg("attend"), py::arg("mask") = py::none())
+          py::arg("q"), py::arg("k"), py::arg("v"), py::arg("attend") = py::none(),
+          py::arg("mask") = py::none())
       .def(
           "op_attention",
           [](const Step& self, const at::Device& device, const py::object& mask, bool cuts_queries) {
-            const KernelMask applied = convert_or_report([&] { return mask_from(mask); },
+            const bool by_plan = mask.is_none();
+            const KernelMask applied = convert_or_report([&] { return by_plan ? std::nullopt : mask_from(mask); },
                                                          [&](const std::exception& error) { self.report(error); });
-            const SharedAttention composer = self.attention_on(device, applied, cuts_queries);
+            if (by_plan) self.make_masks(device);
+            const SharedAttention composer = self.attention_on(device, applied, cuts_queries || by_plan);
             const auto of_op = [](const ExchangeArguments& arguments) {
               OpArguments made(arguments);
               return std::make_tuple(std::move(made.tables), std::move(made.layout), std::move(made.names));
             };
             std::vector<at::Tensor> rows;
             std::vector<bool> travels;
-            std::vector<std::tuple<at::Tensor, at::Tensor, at::Tensor>> attended;
+            py::list attended;
             py::list stages;
             for (size_t level = 0; level < composer.tables.levels.size(); ++level) {
               rows.push_back(at::empty({composer.tables.levels[level].num_rows, 0}));
               travels.push_back(composer.travels(level));
               const SequenceRows& of_level = composer.attended[level];
-              attended.emplace_back(of_level.query_lens, of_level.key_lens, of_level.query_starts);
+              attended.append(by_plan ? py::cast(of_level.masks)
+                                      : py::make_tuple(of_level.query_lens, of_level.key_lens, of_level.query_starts));
               py::list further;
               for (size_t stage = 1; stage < of_level.stage_key_lens.size() && travels.back(); ++stage)
                 further.append(of_op(composer.to_stage(level, stage, {})));
@@ -189,11 +239,11 @@ A plan has one, an optimizer step's plan one for each micro-batch; no other step
           },
           py::arg("device"), py::arg("mask") = "full", py::arg("cuts_queries") = false,
           R"(For knapformer.compile: what attention takes in this step, for tensors on `device`. mask: as in attention.
-cuts_queries: whether the kernel takes parts of queries.
+None: the planned ones. cuts_queries: whether the kernel takes parts of queries.
 
 Returns (rows, attended, travels, to_sequences, to_rows, stages). The first three have an entry for each level of attention:
 (rows of this rank, 0); of each sequence that attention sees the queries, the keys, and where its queries begin, int32 on
-the CPU; whether the level's rows travel. The next two are arguments of the op knapformer::exchange for the levels that travel: (tables, layout, names). stages: of
+the CPU, or the MaskTables of the planned masks; whether the level's rows travel. The next two are arguments of the op knapformer::exchange for the levels that travel: (tables, layout, names). stages: of
 each level None, or the arguments of the exchanges of further stages of keys, and the rows of all stages by sequence. Not
 collective.)");
 }

@@ -21,6 +21,7 @@
 
 #include <functional>
 #include <initializer_list>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
@@ -31,6 +32,7 @@
 
 #include "knapformer/core/plan/exchange_table.h"
 #include "knapformer/torch/exchange/exchange.h"
+#include "knapformer/torch/masked_attention.h"
 
 namespace knapformer {
 
@@ -39,6 +41,7 @@ struct SequenceRows {
   at::Tensor query_lens, key_lens;
   at::Tensor query_starts;                      // of the first query, counted from the first key
   std::vector<at::Tensor> stage_key_lens = {};  // where keys come in stages: those of each
+  std::shared_ptr<MaskTables> masks = {};       // for a kernel that takes them: what each query sees
 };
 
 /// Keys and values of a stage, with the number of keys of each sequence.
@@ -56,6 +59,8 @@ class Attend {
  public:
   /// Undefined where it cannot merge for such queries: then it has taken no stage.
   std::function<at::Tensor(const at::Tensor& q, const at::Tensor& query_lens, const NextStage& next)> in_stages;
+  /// Whether it goes by SequenceRows::masks, the planned mask of each sequence.
+  bool takes_masks = false;
 
   template <class Kernel>
   Attend(Kernel kernel)  // NOLINT(google-explicit-constructor): a lambda is passed as such

@@ -9,7 +9,9 @@
 
 #include <algorithm>
 #include <chrono>
+#include <functional>
 #include <iterator>
+#include <string>
 #include <utility>
 
 #include "knapformer/core/planners/whole_step/micro_batches.h"
@@ -35,7 +37,8 @@ SequenceRows rows_of(const std::vector<QueryPart>& sequences) {
   return {.query_lens = lengths_tensor(query_lens),
           .key_lens = lengths_tensor(key_lens),
           .query_starts = lengths_tensor(query_starts),
-          .stage_key_lens = {}};
+          .stage_key_lens = {},
+          .masks = {}};
 }
 
 /// Of all that says which rows move: ranks that follow plans of different hash would not exchange the same rows.
@@ -49,6 +52,7 @@ int64_t hash_of(const Plan& plan) {
   for (int32_t r = 0; r < plan.num_ranks(); ++r) add(lengths.last_of(Rank(r)).value);
   for (const int64_t length : lengths.lens()) add(length);
   for (const Placement& placement : plan.placements()) add(placement.degree);
+  for (const Mask& mask : plan.input().masks) add(static_cast<int64_t>(std::hash<std::string>()(mask.str())));
   for (const QueryCut& cut : plan.input().query_cuts) add(cut.num_parts * QueryCut::kMaxStages + cut.num_stages);
   for (const Chunk& chunk : plan.chunks()) {
     add(chunk.rank.value);
@@ -97,6 +101,13 @@ std::shared_ptr<RankPlan> RankPlan::make(std::shared_ptr<StepPlan> of_step, int3
   return step;
 }
 
+void RankPlan::make_masks() {
+  for (size_t level = 0; level < attended.size(); ++level) {
+    if (!attended[level].masks)
+      attended[level].masks = std::make_shared<MaskTables>(MaskRows::of(*plan, attention.levels[level]));
+  }
+}
+
 const std::shared_ptr<RankPlan>& PlannedStep::micro_batch(int32_t number, Rank rank) {
   std::shared_ptr<RankPlan>& known = micro_batches[static_cast<size_t>(number)];
   if (!known) {
@@ -134,6 +145,9 @@ const RankPlan::PackedTables& RankPlan::tables_on(const TablesDevice& on) {
 void RankPlan::pack_ahead(const TablesDevice& on) {
   const c10::OptionalStreamGuard guard(on.stream);  // sets the device too: no context opens on another
   pack(on);
+  if (!on.takes_masks || plan->input().masks.empty()) return;
+  make_masks();
+  for (const SequenceRows& rows : on.device.is_cpu() ? std::vector<SequenceRows>() : attended) rows.masks->make_blocks();
 }
 
 RankPlan::TablesOnDevice& RankPlan::pack(const TablesDevice& on) {
@@ -166,7 +180,10 @@ GatheredLengths own_lengths(std::span<const int64_t> seq_lens, int64_t d_model, 
   if (!masks.empty() && masks.size() != seq_lens.size()) {
     throw_argument("masks", text(masks.size(), " masks"), text("one for each of the ", count, " sequences, or none"));
   }
-  for (size_t s = 0; s < masks.size(); ++s) own.attention_pairs.push_back(masks[s].pairs(seq_lens[s]));
+  for (size_t s = 0; s < masks.size(); ++s) {
+    static_cast<void>(masks[s].pairs(seq_lens[s]));  // which throws for a mask of another length
+    own.masks.emplace_back(masks[s]);
+  }
   if (!work.empty() && work.size() != seq_lens.size()) {
     throw_argument("work", text(work.size(), " numbers"), text("one for each of the ", count, " sequences, or none"));
   }
@@ -178,18 +195,11 @@ GatheredLengths own_lengths(std::span<const int64_t> seq_lens, int64_t d_model, 
 StepInput Planning::input(GatheredLengths gathered) const {
   PlanInput input = options.plan;
   input.seq_lens = std::move(gathered.lengths);
-  input.attention_pairs = std::move(gathered.attention_pairs);
   input.topology = topology;
   input.d_model = d_model;
-  const bool has_own = std::ranges::any_of(input.attention_pairs, [](int64_t pairs) { return pairs != kDefaultPairs; });
-  if (!has_own) input.mask = options.mask;
-  if (input.attention_pairs.empty() && options.mask.kind != Mask::Kind::kFull) {
-    input.attention_pairs.assign(input.seq_lens.lens().size(), kDefaultPairs);
-  }
-  for (size_t s = 0; s < input.attention_pairs.size(); ++s) {
-    int64_t& pairs = input.attention_pairs[s];
-    if (pairs == kDefaultPairs) pairs = options.mask.pairs(input.seq_lens.lens()[s]);
-  }
+  std::vector<Mask> masks;
+  for (const std::optional<Mask>& mask : gathered.masks) masks.push_back(mask.value_or(options.mask));
+  masks.empty() ? input.give_mask(options.mask) : input.give_masks(std::move(masks));
   if (!gathered.work.empty()) input.give_work(std::move(gathered.work));
   return {.sequences = std::move(input), .num_micro_batches = num_micro_batches, .sync = options.sync};
 }

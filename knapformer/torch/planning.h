@@ -50,6 +50,8 @@ struct TablesDevice {
   ExchangeEngine engine;
   /// On which tables that are packed ahead reach it, so that they wait for nothing that it computes. None: the CPU.
   std::optional<c10::Stream> stream;
+  /// Whether attention has gone by the planned masks there: then those of plans to come are made ahead.
+  bool takes_masks = false;
 };
 
 /// The mask that an attention kernel applies. Unset: to each sequence the one that was planned for it.
@@ -68,6 +70,8 @@ struct RankPlan {
   };
   /// For the present stream of the device. Packed at the first call, where they have not been packed ahead.
   const PackedTables& tables_on(const TablesDevice& on);
+  /// Gives `attended` the masks of its sequences.
+  void make_masks();
   /// Packs them before anyone asks, and launches their copy to the device. On any thread: none of this step's other
   /// members are in use meanwhile.
   void pack_ahead(const TablesDevice& on);

@@ -120,7 +120,7 @@ void Ranks::enter_step(const Fingerprint& call) {
   }
 }
 
-const TablesDevice& Ranks::known_device(at::Device device) {
+TablesDevice& Ranks::known_device(at::Device device) {
   // As tensors name it: "cuda" is the current one.
   if (!device.is_cpu() && !device.has_index()) device = c10::impl::VirtualGuardImpl(device.type()).getDevice();
   const auto known = std::ranges::find(devices_, device, &TablesDevice::device);

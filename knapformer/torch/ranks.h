@@ -73,7 +73,7 @@ class Ranks {
   /// Devices for which tables were asked so far, or will be.
   std::span<const TablesDevice> devices() const { return devices_; }
   /// That of devices(), where it is from now on.
-  const TablesDevice& known_device(at::Device device);
+  TablesDevice& known_device(at::Device device);
 
   /// Since the ranks met.
   struct Traffic {

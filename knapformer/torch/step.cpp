@@ -1,5 +1,6 @@
 #include "knapformer/torch/step.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "knapformer/core/util/error.h"
@@ -81,20 +82,16 @@ void Step::check_mask(const KernelMask& mask) const {
   const bool is_planned = input.given_work.empty() || !input.attention_pairs.empty();
   for (SequenceId id(0); is_planned && id.value < s.plan->num_sequences(); ++id.value) {
     const int64_t length = input.seq_lens[id];
-    const auto pairs_of = [&](const Mask& of) { return static_cast<double>(of.pairs(length)); };
-    const double pairs = pairs_of(*mask), planned = input.mask_pairs_of(id);
-    if (pairs == planned) continue;
-    std::optional<Mask> own;
-    for (const Mask& known : {ranks_->options().mask, Mask(), Mask{.kind = Mask::Kind::kCausal}}) {
-      if (!own && pairs_of(known) == planned) own = known;
-    }
+    const std::optional<Mask> own = input.mask_of(id);
+    const auto pairs = static_cast<double>(mask->pairs(length)), planned = input.mask_pairs_of(id);
+    if (own ? own->sees_as(*mask, length) : pairs == planned) continue;
     throw_argument("mask", text(described(mask, pairs), " of sequence ", id.value, " (", length, " tokens)"),
                    text(described(own, planned), ", as the plan counts: the mask that the kernel applies"));
   }
   s.kernel_mask = mask;
 }
 
-void Step::check_cuts(bool cuts_queries, const KernelMask& mask) const {
+void Step::check_cuts(bool cuts_queries) const {
   for (const AttentionLevel& level : rank_plan_->attention.levels) {
     if (!level.cuts_queries()) continue;
     if (!cuts_queries) {
@@ -103,16 +100,25 @@ void Step::check_cuts(bool cuts_queries, const KernelMask& mask) const {
                           " ranks share the queries of a sequence in ", level.query_parts,
                           " parts; or a plan of a TrainedModel without cuts_queries"));
     }
-    const Mask& planned = plan().input().mask;
-    if (mask && planned.kind != Mask::Kind::kFull && *mask != planned)
-      throw_argument("mask", text("'", mask->str(), "'"), text("'", planned.str(), "', by which queries are cut"));
   }
+}
+
+std::optional<Mask> Step::common_mask() const {
+  const std::vector<Mask>& masks = plan().input().masks;
+  if (masks.empty()) return plan().input().mask_of(SequenceId(0));
+  const bool is_common = std::ranges::all_of(masks, [&](const Mask& mask) { return mask == masks[0]; });
+  return is_common ? std::optional(masks[0]) : std::nullopt;
+}
+
+void Step::make_masks(at::Device device) const {
+  ranks_->known_device(device).takes_masks = true;
+  rank_plan_->make_masks();
 }
 
 SharedAttention Step::attention_on(at::Device device, const KernelMask& mask, bool cuts_queries) const {
   return ranks_->collective([&] {
     check_mask(mask);
-    check_cuts(cuts_queries, mask);
+    check_cuts(cuts_queries);
     return shared_attention(device);
   });
 }
@@ -209,7 +215,8 @@ at::Tensor Step::attention(const at::Tensor& q, const at::Tensor& k, const at::T
   const at::Tensor o = ranks_->collective([&] {
     check_attention_inputs(q, k, v);
     check_mask(mask);
-    check_cuts(attend.cuts_queries(), mask);
+    check_cuts(attend.cuts_queries());
+    if (attend.takes_masks) make_masks(q.device());
     return shared_attention(q.device()).run(q, k, v, attend);
   });
   return recomputed_to_the_end(o, rank_plan_->number);  // out here: what ends a recomputation is no error to tell

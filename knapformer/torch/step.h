@@ -70,7 +70,7 @@ class Step {
 
   /// Attention of chunk tokens over their whole sequences, in flat and nested bags (attention.h). q, k, v as in
   /// pre_attn, and mask; returns (chunk tokens, heads, ...). Throws ArgumentError where queries are cut and `attend`
-  /// takes whole sequences alone.
+  /// takes whole sequences alone, and on all ranks where it takes masks that say of no pair whether it is seen.
   at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Attend& attend,
                        const KernelMask& mask = Mask()) const;
 
@@ -78,6 +78,11 @@ class Step {
   /// themselves. mask: as in pre_attn. cuts_queries: whether the kernel takes parts of queries. Valid as long as the
   /// step. Not collective.
   SharedAttention attention_on(at::Device device, const KernelMask& mask = Mask(), bool cuts_queries = false) const;
+
+  /// The mask of every sequence, where all have the same one and it is known.
+  std::optional<Mask> common_mask() const;
+  /// Gives attention_on's composer the masks of its sequences (SequenceRows::masks), and those of plans to come.
+  void make_masks(at::Device device) const;
 
   /// Of the micro-batch.
   const Plan& plan() const { return *rank_plan_->plan; }
@@ -100,7 +105,7 @@ class Step {
   void check_attention_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) const;
   /// Looks at every sequence once a plan.
   void check_mask(const KernelMask& mask) const;
-  void check_cuts(bool cuts_queries, const KernelMask& mask) const;
+  void check_cuts(bool cuts_queries) const;
   SharedAttention shared_attention(at::Device device) const;
   void check_flat(std::string_view call) const;
 

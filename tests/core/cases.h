@@ -80,15 +80,26 @@ class Cases {
             .model = {.num_parameters = 0}};
   }
 
-  /// Cuts the queries of each degree in some way, and gives all sequences a mask.
-  void cut_queries(PlanInput& input) {
+  Mask mask(int64_t seq_len) {
     const char* const masks[] = {"full", "causal", "prefix:7", "block_causal:3:5", "window:4:9"};
-    input.mask = Mask::parse(masks[integer(0, 4)]);
-    for (const int64_t length : input.seq_lens.lens()) input.attention_pairs.push_back(input.mask.pairs(length));
+    const int64_t kind = integer(0, seq_len < 4 ? 4 : 6);
+    if (kind < 5) return Mask::parse(masks[kind]);
+    const int64_t first = integer(1, seq_len - 2);
+    return Mask::parse(kind == 5 ? text("c", first, "@1 f", seq_len - first)
+                                 : text("ranges:", first, "=0-", first, ";", seq_len - first, "=0-1+"));
+  }
+
+  /// Cuts the queries of each degree in some way, and gives all sequences a mask, or each its own.
+  void cut_queries(PlanInput& input) {
+    std::vector<Mask> masks;
+    const bool is_mixed = integer(0, 1) == 1;
+    for (const int64_t length : input.seq_lens.lens())
+      masks.push_back(masks.empty() || is_mixed || masks[0].written ? mask(length) : masks[0]);
+    input.give_masks(std::move(masks));
     for (int32_t degree = 2; degree <= 8; ++degree) {
       auto parts = static_cast<int32_t>(integer(1, degree));
       while (degree % parts != 0) --parts;
-      const bool may_stage = parts > 1 && input.mask.kind == Mask::Kind::kFull;
+      const bool may_stage = parts > 1 && input.masks.empty();
       input.query_cuts.push_back(
           {.degree = degree, .num_parts = parts, .num_stages = may_stage ? static_cast<int32_t>(integer(1, 3)) : 1});
     }

@@ -32,7 +32,7 @@ Traffic counted(const PlanInput& input, const AttentionShares& shares, Rank firs
   const SentRows rows = sent_range(input.cluster, shares, first_rank, degree).min;
   if (may_hide) return rows.after;
   const QueryCut cut = input.query_cut(degree);
-  const bool sees_all = cut.num_parts == 1 || (cut.num_stages == 1 && input.mask.kind == Mask::Kind::kFull);
+  const bool sees_all = cut.num_parts == 1 || (cut.num_stages == 1 && input.masks.empty());
   return sees_all ? rows.sum() : rows.after * 2;
 }
 

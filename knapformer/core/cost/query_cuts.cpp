@@ -57,7 +57,7 @@ QueryCut best_cut(const PlanInput& input, Rank first_rank, int32_t degree, const
   QueryCut best{.degree = degree, .num_parts = degree};
   double best_s = kInfinity;
   const bool overlaps = input.cluster.overlaps_attention;
-  const bool may_stage = overlaps && input.mask.kind == Mask::Kind::kFull && input.attention_pairs.empty();
+  const bool may_stage = overlaps && input.attention_pairs.empty();
   for (int32_t num_parts = 1; num_parts <= degree; ++num_parts) {
     if (degree % num_parts != 0) continue;
     QueryCut cut{.degree = degree, .num_parts = num_parts};

@@ -148,6 +148,7 @@ AttentionLevel make_level(const Plan& plan, const Bag& bag, Rank rank, int32_t d
     const Chunk& chunk = plan.chunk(index);
     const std::vector<QueryPart> parts = plan.query_parts(chunk.sequence);
     level.sequences.push_back(parts[level.index_in_group / (degree / level.query_parts)]);
+    level.sequence_ids.push_back(chunk.sequence);
     if (degree > 1) queries.add(plan, bag, chunk, level.num_rows, parts, &TokenRange::queries_of);
     for (size_t s = 0; s < keys.size(); ++s) {
       level.stages[s].key_lens.push_back(keys[s].add(plan, bag, chunk, level.num_rows, parts, &TokenRange::keys_of,

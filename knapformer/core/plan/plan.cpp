@@ -62,6 +62,9 @@ void PlanInput::validate() const {
     throw_argument("attention_pairs", text(attention_pairs.size(), " counts"),
                    text("none, or one for each of the ", seq_lens.num_sequences(), " sequences"));
   }
+  if (!masks.empty() && masks.size() != attention_pairs.size()) {
+    throw_argument("masks", text(masks.size(), " masks"), text("one for each of the ", attention_pairs.size(), " counts of pairs"));
+  }
   for (size_t s = 0; s < attention_pairs.size(); ++s) {
     const int64_t length = seq_lens[SequenceId(s)];
     if (attention_pairs[s] < 0 || attention_pairs[s] > length * length) {
@@ -97,7 +100,7 @@ void PlanInput::validate() const {
     if (cut.degree < 1 || cut.num_parts < 1 || cut.degree % cut.num_parts != 0) {
       throw_argument("query_cuts", text(cut.num_parts, " parts for ", cut.degree, " ranks"), "a divisor of the ranks");
     }
-    const bool may_stage = cut.num_parts > 1 && mask.kind == Mask::Kind::kFull;
+    const bool may_stage = cut.num_parts > 1 && masks.empty();
     if (cut.num_stages < 1 || cut.num_stages > (may_stage ? QueryCut::kMaxStages : 1)) {
       throw_argument("query_cuts", text(cut.num_stages, " stages of ", cut.num_parts, " parts"),
                      text("1, or up to ", QueryCut::kMaxStages, " where queries are cut of full attention"));
@@ -105,6 +108,23 @@ void PlanInput::validate() const {
   }
   if (max_tokens_per_rank < 0)
     throw_argument("max_tokens_per_rank", max_tokens_per_rank, "at least 1, or 0 for no limit");
+}
+
+void PlanInput::give_masks(std::vector<Mask> of_sequences) {
+  const bool all_full =
+      std::ranges::all_of(of_sequences, [](const Mask& mask) { return mask.kind == Mask::Kind::kFull; });
+  attention_pairs.clear();
+  masks = all_full ? std::vector<Mask>() : std::move(of_sequences);
+  for (size_t s = 0; s < masks.size(); ++s) attention_pairs.push_back(masks[s].pairs(seq_lens.lens()[s]));
+}
+
+void PlanInput::give_mask(const Mask& of_all) {
+  give_masks(of_all.kind == Mask::Kind::kFull ? std::vector<Mask>() : std::vector(seq_lens.lens().size(), of_all));
+}
+
+std::optional<Mask> PlanInput::mask_of(SequenceId id) const {
+  if (!masks.empty()) return masks[id.index()];
+  return attention_pairs.empty() ? std::optional(Mask()) : std::nullopt;
 }
 
 PlanInput::GroupSpeed PlanInput::group_speed(Rank first, int32_t num_ranks) const {
@@ -225,7 +245,7 @@ void Plan::lay_out(std::span<const int64_t> chunk_lens) {
 }
 
 std::vector<QueryPart> Plan::query_parts(SequenceId id) const {
-  return input_.mask.query_parts(seq_lens()[id], input_.num_query_parts(placement(id).degree));
+  return input_.mask_of(id).value_or(Mask()).query_parts(seq_lens()[id], input_.num_query_parts(placement(id).degree));
 }
 
 std::vector<int64_t> Plan::chunk_lens() const {

@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
@@ -54,9 +55,9 @@ struct PlanInput {
   WorkloadModel workload = {};
   /// (query, key) pairs that the mask leaves of each sequence, from 0 to l^2 (Mask::pairs). Empty: full attention.
   std::vector<int64_t> attention_pairs = {};
-  /// The mask of every sequence, by which queries are cut. Full where sequences have several: then parts of their
-  /// queries are equally long, and see all keys.
-  Mask mask = {};
+  /// The mask of each sequence, by which attention is computed and queries are cut. Empty: full attention everywhere,
+  /// or masks of which only the pairs are known; then parts of queries are equally long, and see all keys.
+  std::vector<Mask> masks = {};
   Cluster cluster = {};
   TrainedModel model = {};
   /// Per rank, relative to cluster.flops_per_s: 1e-18 to 1e18, the fastest at most 1e6 times the slowest. Empty: all 1.
@@ -73,6 +74,12 @@ struct PlanInput {
   /// Sets given_work (by sequence, each from 1 / kMaxMagnitude to kMaxMagnitude), and token_part for these lengths and
   /// width. Throws ArgumentError (argument "work", or "gamma" where it is below 1e-6).
   void give_work(std::vector<double> work);
+
+  /// Sets masks, one for each sequence or none for full attention, and their pairs. Throws ArgumentError (argument "mask") for a written mask of another length.
+  void give_masks(std::vector<Mask> of_sequences);
+  void give_mask(const Mask& of_all);
+  /// Not known: nothing.
+  std::optional<Mask> mask_of(SequenceId id) const;
 
   /// The work of the per-token layers, in FLOPs.
   double token_work(int64_t num_tokens) const { return token_part * workload.token_work(num_tokens, d_model); }
@@ -107,7 +114,7 @@ struct PlanInput {
   /// (util/record.h). A new member does not compile until it is named here.
   template <class Self, class Visit>
   static void for_each_setting(Self& self, Visit visit) {
-    auto& [lengths, bags, width, workload_model, pairs, mask, machine, trained, speed, limit, works, part, cuts] = self;
+    auto& [lengths, bags, width, workload_model, pairs, of_sequences, machine, trained, speed, limit, works, part, cuts] = self;
     visit("d_model", width);
     visit("gamma", workload_model.gamma);
     visit("cluster", machine);

@@ -58,7 +58,10 @@ std::string plan_to_json(const Plan& plan, const PlanPrediction& prediction) {
   json["num_ranks"] = plan.num_ranks();
   PlanInput::for_each_setting(plan.input(), [&](const char* name, const auto& value) { json[name] = to_json(value); });
   json["attention_pairs"] = plan.input().attention_pairs;
-  json["mask"] = plan.input().mask.str();
+  if (!plan.input().masks.empty()) {
+    json["masks"] = Json::array();
+    for (const Mask& mask : plan.input().masks) json["masks"].push_back(mask.str());
+  }
   json["query_cuts"] = Json::array();
   for (const QueryCut& cut : plan.input().query_cuts)
     json["query_cuts"].push_back({cut.degree, cut.num_parts, cut.num_stages});
@@ -114,7 +117,9 @@ Plan plan_from_json(std::string_view json_text) {
     input.given_work = json_field<std::vector<double>>(json, "work");
     input.token_part = json_field<double>(json, "token_part");
   }
-  if (json.contains("mask")) input.mask = Mask::parse(json_field<std::string>(json, "mask"));
+  if (json.contains("masks")) {
+    for (const auto& mask : json_field<std::vector<std::string>>(json, "masks")) input.masks.push_back(Mask::parse(mask));
+  }
   if (json.contains("query_cuts")) {
     for (const auto& cut : json_field<std::vector<std::vector<int32_t>>>(json, "query_cuts")) {
       if (cut.size() != 3)

@@ -27,6 +27,7 @@ std::vector<PlanInput> micro_batch_inputs(const StepInput& input, std::span<cons
   const auto num_ranks = static_cast<size_t>(step.seq_lens.num_ranks());
   struct Part {
     std::vector<int64_t> lens, counts, pairs;
+    std::vector<Mask> masks;
     std::vector<double> work;
   };
   std::vector<Part> parts(static_cast<size_t>(input.num_micro_batches));
@@ -36,6 +37,7 @@ std::vector<PlanInput> micro_batch_inputs(const StepInput& input, std::span<cons
     Part& part = parts[micro_batches[s]];
     part.lens.push_back(step.seq_lens[id]);
     ++part.counts[step.seq_lens.home_of(id).index()];
+    if (!step.masks.empty()) part.masks.push_back(step.masks[s]);
     if (!step.attention_pairs.empty()) part.pairs.push_back(step.attention_pairs[s]);
     if (!step.given_work.empty()) part.work.push_back(step.given_work[s]);
   }
@@ -47,7 +49,7 @@ std::vector<PlanInput> micro_batch_inputs(const StepInput& input, std::span<cons
                       .d_model = step.d_model,
                       .workload = step.workload,
                       .attention_pairs = std::move(part.pairs),
-                      .mask = step.mask,
+                      .masks = std::move(part.masks),
                       .cluster = step.cluster,
                       .model = step.model,
                       .rank_speed = step.rank_speed,

@@ -57,10 +57,12 @@ StepPlan step_plan_from_json(std::string_view json_text) {
   input.sequences = plans.front().input();
   input.sequences.seq_lens = std::move(seq_lens);
   input.sequences.attention_pairs.clear();
+  input.sequences.masks.clear();
   input.sequences.given_work.clear();
   input.num_micro_batches = static_cast<int32_t>(plans.size());
   const bool has_pairs =
       std::ranges::any_of(plans, [](const Plan& plan) { return !plan.input().attention_pairs.empty(); });
+  const bool has_masks = std::ranges::any_of(plans, [](const Plan& plan) { return !plan.input().masks.empty(); });
   const bool has_work = std::ranges::any_of(plans, [](const Plan& plan) { return !plan.input().given_work.empty(); });
   std::vector<size_t> next(plans.size(), 0);
   for (const int32_t k : micro_batches) {
@@ -75,6 +77,7 @@ StepPlan step_plan_from_json(std::string_view json_text) {
       input.sequences.attention_pairs.push_back(part.attention_pairs.empty() ? length * length
                                                                              : part.attention_pairs[id.index()]);
     }
+    if (has_masks) input.sequences.masks.push_back(part.mask_of(id).value_or(Mask()));
     if (has_work) input.sequences.given_work.push_back(part.work(id));
   }
   input.validate();

@@ -20,9 +20,17 @@ class TextReader {
     while (!at_end() && text_[position_] == ' ') ++position_;
   }
 
+  bool next_is(char c) const { return !at_end() && text_[position_] == c; }
+
   bool accept(char c) {
-    if (at_end() || text_[position_] != c) return false;
+    if (!next_is(c)) return false;
     ++position_;
+    return true;
+  }
+
+  bool accept(std::string_view word) {
+    if (!text_.substr(position_).starts_with(word)) return false;
+    position_ += word.size();
     return true;
   }
 

@@ -4,14 +4,18 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstring>
+#include <functional>
 #include <iterator>
+#include <map>
+#include <string_view>
 
 #include "knapformer/core/util/error.h"
 
 namespace knapformer {
 namespace {
 
-constexpr int64_t kLengthsMagic = 0x4b4e41504c454e37;  // "KNAPLEN7": changes with the layout
+constexpr int64_t kLengthsMagic = 0x4b4e41504c454e38;  // "KNAPLEN8": changes with the layout
 
 enum HeaderField : size_t {
   kMagic,
@@ -21,7 +25,7 @@ enum HeaderField : size_t {
   kLastObserved,
   kObservedSeconds,
   kNumSequences,
-  kPairs,
+  kMasks,
   kWork,
   kBytes,
   kHeaderSize
@@ -29,8 +33,29 @@ enum HeaderField : size_t {
 
 /// Numbers after the header.
 int64_t num_payload(const int64_t* header) {
-  return header[kNumSequences] + header[kPairs] + header[kWork] + header[kBytes];
+  return header[kNumSequences] + header[kMasks] + header[kWork] + header[kBytes];
 }
+
+/// The texts of masks one after another, each with a zero behind it.
+std::string text_of(std::span<const std::optional<Mask>> masks) {
+  std::string all;
+  for (const std::optional<Mask>& mask : masks) all.append(mask.value_or(Mask()).str()).push_back('\0');
+  return all;
+}
+
+int64_t num_words(const std::string& text) { return static_cast<int64_t>((text.size() + 7) / 8); }
+
+/// Many sequences have the same mask.
+class MaskTexts {
+ public:
+  const Mask& mask_of(std::string_view text) {
+    const auto known = masks_.find(text);
+    return (known != masks_.end() ? known : masks_.emplace(text, Mask::parse(text)).first)->second;
+  }
+
+ private:
+  std::map<std::string, Mask, std::less<>> masks_;
+};
 
 /// Some ranks with sequences gave their work, and others none.
 [[noreturn]] void throw_some_work(std::span<const int64_t> gathered, size_t num_ranks) {
@@ -57,7 +82,7 @@ LengthGatherer::Pending LengthGatherer::start(GatheredLengths own, int64_t d_mod
 }
 
 void LengthGatherer::launch(Pending& pending) {
-  const auto& [lengths, pairs, work, sample_bytes, statuses, observed] = pending.said;
+  const auto& [lengths, masks, work, sample_bytes, statuses, observed] = pending.said;
   const int64_t size = static_cast<int64_t>(kHeaderSize) + capacity_;
   const at::TensorOptions options = at::TensorOptions().dtype(at::kLong);
   const at::Tensor host = at::empty({size}, options.pinned_memory(!device_.is_cpu()));
@@ -71,12 +96,14 @@ void LengthGatherer::launch(Pending& pending) {
   out[kLastObserved] = step.last_plan;
   out[kObservedSeconds] = std::bit_cast<int64_t>(step.seconds);
   out[kNumSequences] = lengths.num_sequences();
-  out[kPairs] = static_cast<int64_t>(pairs.size());
+  const std::string mask_texts = text_of(masks);
+  out[kMasks] = num_words(mask_texts);
   out[kWork] = static_cast<int64_t>(work.size());
   out[kBytes] = 2 * static_cast<int64_t>(sample_bytes.size());
   if (num_payload(out) <= capacity_) {  // else all ranks see the counts, and gather once more
     int64_t* next = std::copy(lengths.lens().begin(), lengths.lens().end(), out + kHeaderSize);
-    next = std::copy(pairs.begin(), pairs.end(), next);
+    std::memcpy(next, mask_texts.data(), mask_texts.size());
+    next += out[kMasks];
     for (const double of_sequence : work) *next++ = std::bit_cast<int64_t>(of_sequence);
     for (const SampleBytes& bytes : sample_bytes) {
       *next++ = bytes.fixed;
@@ -96,7 +123,8 @@ std::optional<GatheredLengths> LengthGatherer::wait(const Pending& pending, cons
   const size_t stride = gathered.size() / num_ranks;
   GatheredLengths result;
   std::vector<int64_t> counts(num_ranks), lens;
-  bool any_pairs = false, fit = true;
+  MaskTexts known;
+  bool any_masks = false, fit = true;
   for (size_t rank = 0; rank < num_ranks; ++rank) {
     const int64_t* sent = gathered.data() + rank * stride;
     if (sent[kMagic] != kLengthsMagic) {
@@ -110,22 +138,26 @@ std::optional<GatheredLengths> LengthGatherer::wait(const Pending& pending, cons
     counts[rank] = sent[kNumSequences];
     fit = fit && static_cast<size_t>(num_payload(sent)) <= stride - kHeaderSize;
     if (!fit) continue;
-    any_pairs = any_pairs || sent[kPairs] > 0;
+    any_masks = any_masks || sent[kMasks] > 0;
     result.statuses.push_back(static_cast<DataStatus>(sent[kStatus]));
     result.observed.push_back({.first_plan = sent[kFirstObserved],
                                .last_plan = sent[kLastObserved],
                                .seconds = std::bit_cast<double>(sent[kObservedSeconds])});
-    const int64_t *own_lens = sent + kHeaderSize, *own_pairs = own_lens + counts[rank];
-    lens.insert(lens.end(), own_lens, own_pairs);
+    const int64_t *own_lens = sent + kHeaderSize, *own_masks = own_lens + counts[rank];
+    lens.insert(lens.end(), own_lens, own_masks);
+    const char* mask_text = reinterpret_cast<const char*>(own_masks);
     for (int64_t i = 0; i < counts[rank]; ++i) {
-      result.attention_pairs.push_back(sent[kPairs] > 0 ? own_pairs[i] : kDefaultPairs);
+      std::optional<Mask>& mask = result.masks.emplace_back();
+      if (sent[kMasks] == 0) continue;
+      mask = known.mask_of(mask_text);
+      mask_text += mask->str().size() + 1;
     }
-    const int64_t *own_work = own_pairs + sent[kPairs], *own_bytes = own_work + sent[kWork];
+    const int64_t *own_work = own_masks + sent[kMasks], *own_bytes = own_work + sent[kWork];
     std::transform(own_work, own_bytes, std::back_inserter(result.work), std::bit_cast<double, int64_t>);
     for (int64_t i = 0; i < sent[kBytes]; i += 2) result.sample_bytes.push_back({own_bytes[i], own_bytes[i + 1]});
   }
   if (!fit) return std::nullopt;
-  if (!any_pairs) result.attention_pairs.clear();
+  if (!any_masks) result.masks.clear();
   if (!result.work.empty() && result.work.size() != lens.size()) throw_some_work(gathered, num_ranks);
   result.lengths = SequenceLengths(std::move(lens), counts);
   return result;

@@ -2,7 +2,7 @@
 //
 // One all-gather of a buffer of fixed capacity in the steady state,
 //
-//   | header: width, status, a measured step, counts | lengths ... | pairs ... | work ... | bytes ... | unused | int64
+//   | header: width, status, a measured step, counts | lengths | masks | work | bytes | unused | int64
 //
 // on CPU tensors where the group has a CPU backend, so that an accelerator never waits for the host. Where some rank
 // has more sequences than fit, all ranks see that in the counts, grow the capacity alike, and gather once more.
@@ -21,9 +21,6 @@
 
 namespace knapformer {
 
-/// In place of a number of pairs: the number that the balancer's own mask leaves.
-constexpr int64_t kDefaultPairs = -1;
-
 /// Whether a rank's data goes on: sent beside its lengths.
 enum class DataStatus : int64_t { kActive, kEnded, kFailed };
 
@@ -41,9 +38,7 @@ struct SampleBytes {
 /// What all ranks sent; before the gather, what one rank sends.
 struct GatheredLengths {
   SequenceLengths lengths;
-  /// For each sequence, how many (query, key) pairs its mask leaves; kDefaultPairs where its rank sent none. Empty
-  /// where no rank sent any.
-  std::vector<int64_t> attention_pairs = {};
+  std::vector<std::optional<Mask>> masks = {};  // of each sequence, none where its rank sent none; empty: none sent any
   std::vector<double> work = {};               // of each sequence, as given (PlanInput::give_work); empty: not given
   std::vector<SampleBytes> sample_bytes = {};  // of each sequence; empty where no samples move
   std::vector<DataStatus> statuses = {};       // one a rank

@@ -4,7 +4,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <string>
+#include <vector>
 
 #include "knapformer/core/util/error.h"
 
@@ -29,7 +31,8 @@ bool sees(const Mask& mask, int64_t i, int64_t j) {
     case Mask::Kind::kWindow:
       return (mask.left < 0 || i - j <= mask.left) && (mask.right < 0 || j - i <= mask.right);
     case Mask::Kind::kDensity:
-      break;  // says nothing of single pairs
+    case Mask::Kind::kWritten:
+      break;  // says nothing of single pairs; has an oracle of its own
   }
   return false;
 }
@@ -101,6 +104,140 @@ TEST(Mask, PartsOfQueriesHaveEqualPairsAndTheirKeys) {
   EXPECT_NEAR(static_cast<double>(last.first_query), std::sqrt(0.75) * 0x1p31, 2);
 }
 
+/// What runs say of single pairs.
+std::vector<std::vector<bool>> dense(const std::vector<MaskRun>& runs, int64_t seq_len) {
+  std::vector<std::vector<bool>> seen;
+  for (const MaskRun& run : runs) {
+    for (int64_t i = 0; i < run.num_queries; ++i) {
+      std::vector<bool>& keys = seen.emplace_back(seq_len);
+      for (const KeyRange& range : run.keys) {
+        const int64_t first = range.first + (range.first_moves ? i : 0), end = range.end + (range.end_moves ? i : 0);
+        EXPECT_LT(first, end);
+        for (int64_t j = first; j < end; ++j) {
+          EXPECT_FALSE(keys.at(static_cast<size_t>(j)));  // ranges are apart
+          keys[static_cast<size_t>(j)] = true;
+        }
+      }
+    }
+  }
+  EXPECT_EQ(std::ssize(seen), seq_len);
+  return seen;
+}
+
+TEST(Mask, RunsSayWhatEachQuerySees) {
+  for (const Mask& mask : some_masks()) {
+    for (int64_t length = 1; length <= 45; ++length) {
+      const auto seen = dense(mask.runs(length), length);
+      for (int64_t i = 0; i < length; ++i) {
+        for (int64_t j = 0; j < length; ++j)
+          ASSERT_EQ(seen[i][j], sees(mask, i, j)) << mask.str() << ", " << length << " tokens, " << i << " to " << j;
+      }
+    }
+  }
+}
+
+/// A part of a sequence as the words of the text form have it.
+struct Part {
+  int64_t num_tokens;
+  bool is_causal;
+  std::vector<size_t> seen;  // beside itself
+};
+
+std::vector<std::vector<bool>> dense(const std::vector<Part>& parts) {
+  std::vector<size_t> part_of;
+  for (size_t p = 0; p < parts.size(); ++p) part_of.insert(part_of.end(), static_cast<size_t>(parts[p].num_tokens), p);
+  std::vector<std::vector<bool>> seen(part_of.size(), std::vector<bool>(part_of.size()));
+  for (size_t i = 0; i < part_of.size(); ++i) {
+    for (size_t j = 0; j < part_of.size(); ++j) {
+      const Part& part = parts[part_of[i]];
+      seen[i][j] = part_of[i] == part_of[j] ? !part.is_causal || j <= i
+                                            : std::ranges::find(part.seen, part_of[j]) != part.seen.end();
+    }
+  }
+  return seen;
+}
+
+void expect_written(const std::string& text, const std::vector<std::vector<bool>>& expected) {
+  const Mask mask = Mask::parse(text);
+  EXPECT_EQ(mask.str(), text);
+  const auto length = std::ssize(expected);
+  EXPECT_EQ(dense(mask.runs(length), length), expected) << text;
+  int64_t pairs = 0;
+  for (const auto& keys : expected) pairs += std::ranges::count(keys, true);
+  EXPECT_EQ(mask.pairs(length), pairs) << text;
+  for (const int32_t num_parts : {1, 2, 3, 5}) {
+    int64_t sum = 0;
+    for (const QueryPart& part : mask.query_parts(length, num_parts)) {
+      sum += mask.pairs_of(length, part);
+      for (int64_t i = part.first_query; i < part.first_query + part.num_queries; ++i) {
+        for (int64_t j = 0; j < length; ++j) {
+          const bool comes = j >= part.first_key && j < part.first_key + part.num_keys;
+          EXPECT_TRUE(comes || !expected[i][j]) << text << ", " << num_parts << " parts";
+        }
+      }
+    }
+    EXPECT_EQ(sum, pairs) << text << ", " << num_parts << " parts";
+  }
+}
+
+TEST(Mask, PartsOfASequenceSeeWhatTheTextSays) {
+  expect_written("c5 f8 c3 f9", dense({{5, true, {}}, {8, false, {0}}, {3, true, {0, 1}}, {9, false, {0, 1, 2}}}));
+  expect_written("f4 f7@ f6@0 c2@0,2", dense({{4, false, {}}, {7, false, {}}, {6, false, {0}}, {2, true, {0, 2}}}));
+  // A part that sees a later one; a causal one between parts that it sees.
+  expect_written("f4@1-2 c7@0,2 f6@", dense({{4, false, {1, 2}}, {7, true, {0, 2}}, {6, false, {}}}));
+  expect_written("f3@0", dense({{3, false, {}}}));  // itself is no news
+  std::vector<Part> parts = {{3, true, {}}};
+  for (size_t i = 0; i < 4; ++i) {
+    parts.push_back({5, false, {0}});
+    for (size_t j = 0; j < i; ++j) parts.back().seen.push_back(1 + j);
+  }
+  for (size_t i = 0; i < 4; ++i) parts.push_back({6, false, parts[1 + i].seen});
+  expect_written("c3 clean:4x5 noisy:4x6", dense(parts));
+}
+
+TEST(Mask, RangesSeeWhatTheTextSays) {
+  std::vector<std::vector<bool>> seen(7, std::vector<bool>(7));
+  for (size_t i = 0; i < 3; ++i) {
+    for (size_t j = i; j <= i; ++j) seen[i][j] = true;
+    seen[i][6] = true;
+  }
+  for (size_t i = 4; i < 7; ++i) {
+    for (size_t j = i - 3; j < i; ++j) seen[i][j] = true;
+  }
+  expect_written("ranges:3=0+-1+,6-7;1=;3=1+-4+", seen);
+  expect_written("ranges:4=", std::vector<std::vector<bool>>(4, std::vector<bool>(4)));
+}
+
+TEST(Mask, MasksAreTheSameWhereEachQuerySeesTheSameKeys) {
+  const int64_t length = 13;
+  std::vector<Mask> masks = some_masks();
+  for (const char* text : {"c13", "f13", "c5 f8", "f5 f5 f3", "ranges:13=0-1+", "ranges:13=0+-1+", "f5 c8@0"})
+    masks.push_back(Mask::parse(text));
+  for (const Mask& a : masks) {
+    for (const Mask& b : masks) {
+      const bool expected = dense(a.runs(length), length) == dense(b.runs(length), length);
+      EXPECT_EQ(a.sees_as(b, length), expected) << a.str() << " and " << b.str();
+    }
+  }
+  EXPECT_TRUE(Mask::parse("density:1").sees_as(Mask(), length));
+  EXPECT_FALSE(Mask::parse("density:0.5").sees_as(Mask(), length));
+}
+
+TEST(Mask, AWrittenMaskIsOfOneLength) {
+  const Mask mask = Mask::parse("c5 f8");
+  EXPECT_EQ(mask, Mask::parse("c5 f8"));
+  EXPECT_FALSE(mask == Mask::parse("c5 f9"));
+  for (const auto& call : {std::function([&] { static_cast<void>(mask.pairs(12)); }),
+                           std::function([&] { static_cast<void>(mask.runs(14)); })}) {
+    try {
+      call();
+      FAIL();
+    } catch (const ArgumentError& error) {
+      EXPECT_TRUE(std::string(error.what()).starts_with("mask: got 'c5 f8' for a sequence of 1")) << error.what();
+    }
+  }
+}
+
 TEST(Mask, LongSequencesDoNotOverflow) {
   const int64_t length = int64_t{1} << 31;
   EXPECT_EQ(Mask::parse("full").pairs(length), length * length);
@@ -136,7 +273,12 @@ INSTANTIATE_TEST_SUITE_P(All, MalformedMask,
                          testing::Values("", "ful", "full:1", "causal:", "prefix", "prefix:", "prefix:-1", "prefix:1:2",
                                          "block_causal:3", "block_causal:3:0", "window:3", "window:3:x",
                                          "window:3:99999999999", "density", "density:", "density:1.5", "density:-0.5",
-                                         "density:nan", "density:.5:1"));
+                                         "density:nan", "density:.5:1", "c", "c0", "f5 ", "f5  f3", "f5,", "f5@1 x",
+                                         "f5@1", "f5@0,0 f3", "f5@2-1 f3 f4", "f5@0, f3", "clean:3x5 noisy:4x5",
+                                         "noisy:3x5", "clean:3x0", "clean:3", "clean:2x1 clean:2x1", "ranges:",
+                                         "ranges:3", "ranges:3=0-4", "ranges:3=0-3+", "ranges:3=2-2",
+                                         "ranges:3=0+-2", "ranges:3=0-2,1-3", "ranges:3=0-1+,1-3", "ranges:3=0-1;",
+                                         "ranges:2147483647=;1="));
 
 }  // namespace
 }  // namespace knapformer

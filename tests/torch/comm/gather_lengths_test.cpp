@@ -33,11 +33,13 @@ TEST(GatherLengths, TellsEachRankWhatAllRanksSay) {
   testing::InProcessWorld world(3);
   world.run_all([&](int32_t rank) {
     Member self(world, rank);
-    const std::vector<std::vector<int64_t>> lens = {{5, 6}, {}, {7}}, pairs = {{}, {}, {28}};
+    const std::vector<std::vector<int64_t>> lens = {{5, 6}, {}, {7, 9, 8}};
+    std::vector<std::vector<std::optional<Mask>>> masks(3);
+    for (const char* text : {"c5 f2", "causal", "c5 f3"}) masks[2].emplace_back(Mask::parse(text));
     const auto r = static_cast<size_t>(rank);
     const GatheredLengths all =
         self.gather(lens[r], {.lengths = {},
-                              .attention_pairs = pairs[r],
+                              .masks = masks[r],
                               .statuses = {rank == 1 ? DataStatus::kEnded : DataStatus::kActive},
                               .observed = {{.first_plan = rank, .last_plan = 2 * rank, .seconds = 0.5 * rank}}});
     for (int32_t other = 0; other < 3; ++other) {
@@ -47,8 +49,10 @@ TEST(GatherLengths, TellsEachRankWhatAllRanksSay) {
       EXPECT_EQ(all.observed[static_cast<size_t>(other)].seconds, 0.5 * other);
     }
     EXPECT_EQ(all.statuses, (std::vector{DataStatus::kActive, DataStatus::kEnded, DataStatus::kActive}));
-    EXPECT_EQ(all.attention_pairs, (std::vector<int64_t>{kDefaultPairs, kDefaultPairs, 28}));
-    EXPECT_TRUE(self.gather(lens[r]).attention_pairs.empty());
+    ASSERT_EQ(all.masks.size(), 5);
+    EXPECT_FALSE(all.masks[0] || all.masks[1]);
+    for (size_t s = 0; s < 3; ++s) EXPECT_EQ(all.masks[2 + s], masks[2][s]);
+    EXPECT_TRUE(self.gather(lens[r]).masks.empty());
   });
 }
 
@@ -80,15 +84,15 @@ TEST(GatherLengths, TellsGivenWorkBitForBit) {
     const std::vector<std::vector<int64_t>> lens = {{5, 6}, {}, {7}};
     const std::vector<std::vector<double>> work = {{0.1, 1e30}, {}, {1e-30}};
     const auto r = static_cast<size_t>(rank);
-    const GatheredLengths all = self.gather(lens[r], {.lengths = {}, .attention_pairs = {}, .work = work[r]});
+    const GatheredLengths all = self.gather(lens[r], {.lengths = {}, .masks = {}, .work = work[r]});
     EXPECT_EQ(all.work, (std::vector{0.1, 1e30, 1e-30}));
     EXPECT_TRUE(self.gather(lens[r]).work.empty());
     // Beside the others' masks, and beyond the first capacity.
-    std::vector<int64_t> many(100, 3), pairs(100, 9);
+    const std::vector<int64_t> many(100, 3);
+    const std::vector<std::optional<Mask>> masks(rank == 1 ? 100 : 0, Mask::parse("c1 f2"));
     std::vector<double> of_many(100);
     std::iota(of_many.begin(), of_many.end(), 0.5 + 1000 * rank);
-    const GatheredLengths long_ones = self.gather(
-        many, {.lengths = {}, .attention_pairs = rank == 1 ? pairs : std::vector<int64_t>(), .work = of_many});
+    const GatheredLengths long_ones = self.gather(many, {.lengths = {}, .masks = masks, .work = of_many});
     ASSERT_EQ(long_ones.work.size(), 300);
     EXPECT_EQ(long_ones.work[101], 1001.5);
     EXPECT_EQ(long_ones.work[299], 2099.5);
@@ -102,7 +106,7 @@ TEST(GatherLengths, WorkOfSomeRanksAloneIsAnErrorOnAll) {
     const std::vector<int64_t> lens(rank == 1 ? 0 : 2, 5);
     const std::vector<double> work(rank == 2 ? 2 : 0, 1.0);
     try {
-      self.gather(lens, {.lengths = {}, .attention_pairs = {}, .work = work});
+      self.gather(lens, {.lengths = {}, .masks = {}, .work = work});
       ADD_FAILURE() << "no error on rank " << rank;
     } catch (const ArgumentError& error) {
       EXPECT_STREQ(error.what(),
@@ -118,15 +122,15 @@ TEST(GatherLengths, TellsTheBytesOfSamples) {
     const std::vector<std::vector<int64_t>> lens = {{5, 6}, {}, {7}};
     const std::vector<std::vector<SampleBytes>> bytes = {{{32, 4}, {48, 8}}, {}, {{64, 2}}};
     const auto r = static_cast<size_t>(rank);
-    const GatheredLengths all = self.gather(
-        lens[r], {.lengths = {}, .attention_pairs = std::vector<int64_t>(lens[r].size(), 9), .sample_bytes = bytes[r]});
+    const std::vector<std::optional<Mask>> masks(lens[r].size(), Mask::parse("causal"));
+    const GatheredLengths all = self.gather(lens[r], {.lengths = {}, .masks = masks, .sample_bytes = bytes[r]});
     ASSERT_EQ(all.sample_bytes.size(), 3);
     for (const size_t i : {0, 1, 2}) {
       const SampleBytes& expected = i < 2 ? bytes[0][i] : bytes[2][0];
       EXPECT_EQ(all.sample_bytes[i].fixed, expected.fixed);
       EXPECT_EQ(all.sample_bytes[i].per_token, expected.per_token);
     }
-    EXPECT_EQ(all.attention_pairs, (std::vector<int64_t>{9, 9, 9}));
+    for (const std::optional<Mask>& mask : all.masks) EXPECT_EQ(mask, Mask::parse("causal"));
     EXPECT_TRUE(self.gather(lens[r]).sample_bytes.empty());
   });
 }

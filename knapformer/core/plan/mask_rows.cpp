@@ -1,0 +1,116 @@
+#include "knapformer/core/plan/mask_rows.h"
+
+#include <algorithm>
+
+#include "knapformer/core/util/error.h"
+
+namespace knapformer {
+namespace {
+
+/// Blocks by row and column, as lists of both.
+class BlockGrid {
+ public:
+  BlockGrid(size_t num_rows, size_t num_columns) : by_row_(lists(num_rows, num_columns)), by_column_(lists(num_columns, num_rows)) {}
+
+  /// Rows come in order.
+  void add(size_t row, size_t column) {
+    append(by_row_, row, column);
+    append(by_column_, column, row);
+  }
+
+  BlockLists by_row_, by_column_;
+
+ private:
+  static BlockLists lists(size_t num, size_t num_others) {
+    return {.counts = std::vector<int32_t>(num), .indices = std::vector<int32_t>(num * num_others)};
+  }
+  static void append(BlockLists& lists, size_t block, size_t other) {
+    const size_t width = lists.indices.size() / lists.counts.size();
+    lists.indices[block * width + static_cast<size_t>(lists.counts[block]++)] = static_cast<int32_t>(other);
+  }
+};
+
+}  // namespace
+
+void MaskRows::add(const Mask& mask, int64_t seq_len, const QueryPart& part) {
+  if (mask.kind == Mask::Kind::kDensity)
+    throw_argument("mask", text("'", mask.str(), "'"),
+                   "a mask that says which keys a query sees, or a kernel (attend) that applies it");
+  int64_t first = 0;
+  for (const MaskRun& run : mask.runs(seq_len)) {
+    const int64_t begin = std::max(first, part.first_query);
+    const int64_t end = std::min(first + run.num_queries, part.first_query + part.num_queries);
+    if (begin < end) {
+      MaskRun& own = runs.emplace_back(run.part(begin - first, end - begin));
+      for (KeyRange& range : own.keys) {
+        range.first += num_keys - part.first_key;
+        range.end += num_keys - part.first_key;
+      }
+    }
+    first += run.num_queries;
+  }
+  num_queries += part.num_queries;
+  num_keys += part.num_keys;
+}
+
+MaskRows MaskRows::of(const Plan& plan, const AttentionLevel& level) {
+  MaskRows rows;
+  for (size_t s = 0; s < level.sequences.size(); ++s) {
+    const SequenceId id = level.sequence_ids[s];
+    const std::optional<Mask> mask = plan.input().mask_of(id);
+    if (!mask)
+      throw_argument("mask", text("none of sequence ", id.value), "a mask, of which the plan knows only the pairs, or a kernel (attend)");
+    rows.add(*mask, plan.seq_lens()[id], level.sequences[s]);
+  }
+  return rows;
+}
+
+size_t MaskRows::max_ranges() const {
+  size_t most = 0;
+  for (const MaskRun& run : runs) most = std::max(most, run.keys.size());
+  return most;
+}
+
+MaskBlocks MaskBlocks::of(const MaskRows& rows, int64_t block_size) {
+  const auto num_blocks = [&](int64_t num_rows) { return static_cast<size_t>((num_rows + block_size - 1) / block_size); };
+  const size_t num_query_blocks = num_blocks(rows.num_queries), num_key_blocks = num_blocks(rows.num_keys);
+  BlockGrid some(num_query_blocks, num_key_blocks), all(num_query_blocks, num_key_blocks);
+  // Of the blocks of keys, for one block of queries: the pairs that are surely seen; -1: none.
+  std::vector<int64_t> pairs(num_key_blocks, -1);
+  std::vector<size_t> touched;
+  auto run = rows.runs.begin();
+  int64_t first_of_run = 0;
+  for (size_t q = 0; q < num_query_blocks; ++q) {
+    const int64_t end = std::min(rows.num_queries, static_cast<int64_t>(q + 1) * block_size);
+    for (int64_t query = static_cast<int64_t>(q) * block_size; query < end;) {
+      const int64_t count = std::min(end, first_of_run + run->num_queries) - query;
+      for (const KeyRange& range : run->part(query - first_of_run, count).keys) {
+        const int64_t moved = count - 1;
+        const int64_t last_end = range.end + (range.end_moves ? moved : 0);
+        const int64_t all_first = range.first + (range.first_moves ? moved : 0);  // all of them see [this, range.end)
+        for (auto k = static_cast<size_t>(range.first / block_size); static_cast<int64_t>(k) * block_size < last_end; ++k) {
+          const int64_t first_key = static_cast<int64_t>(k) * block_size, end_key = first_key + block_size;
+          if (pairs[k] < 0) {
+            pairs[k] = 0;
+            touched.push_back(k);
+          }
+          pairs[k] += count * std::max<int64_t>(0, std::min(range.end, end_key) - std::max(all_first, first_key));
+        }
+      }
+      query += count;
+      if (query == first_of_run + run->num_queries) first_of_run += (run++)->num_queries;
+    }
+    std::ranges::sort(touched);
+    for (const size_t k : touched) {
+      (pairs[k] == block_size * block_size ? all : some).add(q, k);
+      pairs[k] = -1;
+    }
+    touched.clear();
+  }
+  return {.some_keys = std::move(some.by_row_),
+          .all_keys = std::move(all.by_row_),
+          .some_queries = std::move(some.by_column_),
+          .all_queries = std::move(all.by_column_)};
+}
+
+}  // namespace knapformer

@@ -1,0 +1,54 @@
+// Attention over packed sequences by their masks: what kernels want of these, and the kernel for CPUs.
+//
+// On accelerators FlexAttention computes it (python/knapformer/models/masked.py), which skips blocks of 128 x 128 pairs
+// that no query sees. On CPUs queries with the same ranges of keys go to torch's attention in blocks: one call for the
+// keys that all queries of a block see, and where ranges move with the query one for the others, merged by their
+// log-sum-exps. So no pair that the mask leaves out is computed but near moving ends, and no call has all scores of a
+// long sequence.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "knapformer/core/plan/mask_rows.h"
+
+namespace knapformer {
+
+class MaskTables {
+ public:
+  static constexpr int64_t kBlockSize = 128;
+
+  explicit MaskTables(MaskRows rows);
+
+  const MaskRows& rows() const { return rows_; }
+  /// int64 on the CPU, (runs, 1 + 4 ranges): of each run its queries, and of each range the first key, the end, and
+  /// whether these move (0 or 1). Where a run has fewer ranges than others, they are 0.
+  const at::Tensor& runs() const { return runs_; }
+
+  /// For FlexAttention, int32 on a device.
+  struct Blocks {
+    std::vector<std::pair<at::Tensor, at::Tensor>> bounds;  // of each range, by query: the first key, and the end
+    /// Counts and indices of blocks: keys seen in part, whole; then queries, the same.
+    std::vector<at::Tensor> lists;
+  };
+  /// Copied to the device at the first call, without a wait.
+  const Blocks& blocks_on(at::Device device);
+  /// Makes them on the host, in pinned memory, so that blocks_on has only to copy. On any thread.
+  void make_blocks();
+
+ private:
+  MaskRows rows_;
+  at::Tensor runs_, blocks_;
+  std::vector<std::pair<at::Device, Blocks>> copies_;
+};
+
+/// q (queries, heads, head_dim); k, v (keys, kv heads, ...), on the CPU, kv heads a divisor of heads. Returns (queries,
+/// heads, ...), 0 for queries that see no key. runs: as MaskTables has them. Differentiable. The op
+/// knapformer::masked_attention, which graphs of torch.compile hold.
+at::Tensor masked_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& runs);
+
+}  // namespace knapformer
