@@ -67,6 +67,7 @@ void bind_workload(py::module_& m) {
   m.attr("DEFAULT_GAMMA") = kDefaultGamma;
   m.attr("MAX_MAGNITUDE") = kMaxMagnitude;
   m.attr("MAX_SEQUENCE_TOKENS") = SequenceLengths::kMaxSequenceTokens;
+  m.def("check_mask", [](py::handle mask) { return mask_from(mask).str(); });  // raises ArgumentError
   m.def("attention_pairs", [](py::handle mask, py::handle seq_len) {
     return mask_from(mask).pairs(integer_from<int64_t>(seq_len, "seq_len", 1, SequenceLengths::kMaxSequenceTokens));
   });

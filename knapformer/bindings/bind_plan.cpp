@@ -96,8 +96,7 @@ py::list parts_of_sequence(const StepPlan& step) {
     const Mask mask = plan.input().mask_of(in_plan).value_or(Mask());
     py::list parts;
     for (const QueryPart& p : plan.query_parts(in_plan)) {
-      parts.append(
-          py::make_tuple(p.first_query, p.num_queries, p.first_key, p.num_keys, mask.pairs_of(length, p)));
+      parts.append(py::make_tuple(p.first_query, p.num_queries, p.first_key, p.num_keys, mask.pairs_of(length, p)));
     }
     out.append(std::move(parts));
   });

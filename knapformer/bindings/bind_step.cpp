@@ -39,7 +39,8 @@ bool takes_masks(py::handle attend) {
 /// The project's own kernel, for the masks of the plan.
 py::object own_kernel(const Step& self) {
   const std::optional<Mask> mask = self.common_mask();
-  return py::module_::import("knapformer.models.masked").attr("kernel_for")(mask ? py::cast(mask->str()) : py::none());
+  return py::module_::import("knapformer.models.attention")
+      .attr("kernel_for")(mask ? py::cast(mask->str()) : py::none());
 }
 
 /// Calls `attend` under the GIL, whether or not the caller holds it.
@@ -99,12 +100,9 @@ KernelMask mask_from(const py::object& mask) {
 
 /// None: the kernel's own attribute `mask`, as PackedAttention has it, or "full".
 KernelMask mask_from(const py::object& mask, const py::object& attend) {
-  if (takes_masks(attend)) {
-    if (!mask.is_none()) throw_argument("mask", shown(mask), "None: this kernel applies the planned masks");
-    return std::nullopt;
-  }
   std::optional<std::string> own;
   if (PyFunction_Check(attend.ptr()) == 0) own = as_text(py::getattr(attend, "mask", py::none()));  // a miss is slow
+  if (mask.is_none() && !own && takes_masks(attend)) return std::nullopt;
   if (mask.is_none()) return Mask::parse(own.value_or("full"));
   if (own && own != as_text(mask)) throw_argument("mask", shown(mask), text("'", *own, "', as attend.mask says"));
   return mask_from(mask);
@@ -118,25 +116,26 @@ void bind_step(py::module_& m) {
              const std::vector<int64_t> lens = lengths_from(seq_lens);
              const std::vector<Mask> of_sequences = masks_from(masks);
              if (of_sequences.size() != lens.size())
-               throw_argument("masks", text(of_sequences.size(), " masks"), text("one for each of the ", lens.size(), " sequences"));
+               throw_argument("masks", text(of_sequences.size(), " masks"),
+                              text("one for each of the ", lens.size(), " sequences"));
              MaskRows rows;
              for (size_t s = 0; s < lens.size(); ++s)
-               rows.add(of_sequences[s], lens[s], {.first_query = 0, .num_queries = lens[s], .first_key = 0, .num_keys = lens[s]});
+               rows.add(of_sequences[s], lens[s],
+                        {.first_query = 0, .num_queries = lens[s], .first_key = 0, .num_keys = lens[s]});
              return std::make_shared<MaskTables>(std::move(rows));
            }),
            py::arg("masks"), py::arg("seq_lens"))
       .def_property_readonly("num_queries", [](const MaskTables& t) { return t.rows().num_queries; })
       .def_property_readonly("num_keys", [](const MaskTables& t) { return t.rows().num_keys; })
       .def_property_readonly("runs", &MaskTables::runs, "For the op knapformer::masked_attention (masked_attention.h).")
-      .def("blocks_on", [](MaskTables& t, const at::Device& device) {
-        const MaskTables::Blocks& blocks = t.blocks_on(device);
-        return std::make_tuple(blocks.bounds, blocks.lists);
-      }, py::arg("device"), "For FlexAttention: by range the first keys and ends of queries, and lists of blocks (masked_attention.h).");
-  m.def("masked_attention", [](const py::object& q, const py::object& k, const py::object& v, const MaskTables& masks) {
-    const auto [q_, k_, v_] = std::tuple(tensor_from(q, "q"), tensor_from(k, "k"), tensor_from(v, "v"));
-    const py::gil_scoped_release release;
-    return masked_attention(q_, k_, v_, masks.runs());
-  });
+      .def(
+          "blocks_on",
+          [](MaskTables& t, const at::Device& device) {
+            const MaskTables::Blocks& blocks = t.blocks_on(device);
+            return std::make_tuple(blocks.bounds, blocks.lists);
+          },
+          py::arg("device"),
+          "For FlexAttention: by range the first keys and ends of queries, and lists of blocks (masked_attention.h).");
   py::class_<Step>(m, "Step", R"(A plan on this rank, with the tables and groups by which its tensors move.
 
 What balancer.step returns, and balancer.current. Its methods are those of SequenceBalancer, which go by the step in
@@ -204,8 +203,7 @@ A plan has one, an optimizer step's plan one for each micro-batch; no other step
                 },
                 &Step::attention);
           },
-          py::arg("q"), py::arg("k"), py::arg("v"), py::arg("attend") = py::none(),
-          py::arg("mask") = py::none())
+          py::arg("q"), py::arg("k"), py::arg("v"), py::arg("attend") = py::none(), py::arg("mask") = py::none())
       .def(
           "op_attention",
           [](const Step& self, const at::Device& device, const py::object& mask, bool cuts_queries) {

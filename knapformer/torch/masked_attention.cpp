@@ -119,22 +119,32 @@ at::Tensor for_each_head(const at::Tensor& keys, int64_t num_heads) {
 
 at::Tensor of_kv_heads(const at::Tensor& gradient, const at::Tensor& like) {
   const bool is_grouped = gradient.size(1) != like.size(1);
-  return (is_grouped ? gradient.unflatten(1, {like.size(1), -1}).sum(2) : gradient).to(like.scalar_type());
+  const at::Tensor summed = is_grouped ? gradient.unflatten(1, {like.size(1), -1}).sum(2) : gradient;
+  return summed.narrow(2, 0, like.size(2)).to(like.scalar_type());
+}
+
+double scale_of(const at::Tensor& q) { return 1 / std::sqrt(static_cast<double>(q.size(2))); }
+
+/// Torch's kernel wants values as wide as keys: zeros are added to the narrower ones.
+at::Tensor padded(const at::Tensor& tensor, int64_t width) {
+  return tensor.size(2) == width ? tensor : at::constant_pad_nd(tensor, {0, width - tensor.size(2)});
 }
 
 at::ScalarType wide(at::ScalarType dtype) { return c10::promoteTypes(dtype, at::kFloat); }
 
 /// The output, and the log-sum-exp (queries, heads) of scores.
 std::tuple<at::Tensor, at::Tensor> forward_cpu(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                               const at::Tensor& runs, double scale) {
-  const at::Tensor keys = for_each_head(k, q.size(1)), values = for_each_head(v, q.size(1));
-  at::Tensor o = at::zeros({q.size(0), q.size(1), v.size(2)}, q.options());
+                                               const at::Tensor& runs) {
+  const int64_t width = std::max(q.size(2), v.size(2));
+  const at::Tensor queries = padded(q, width);
+  const at::Tensor keys = for_each_head(padded(k, width), q.size(1)),
+                   values = for_each_head(padded(v, width), q.size(1));
+  at::Tensor o = at::zeros({q.size(0), q.size(1), width}, q.options());
   at::Tensor log_sum_exp = at::zeros({q.size(0), q.size(1)}, q.options().dtype(wide(q.scalar_type())));
   at::Tensor before;  // of the queries of the tile before, in the wider type
-  if (q.size(1) == 0) return {o, log_sum_exp};
-  for_each_tile(runs, q.scalar_type(), [&](const Tile& tile, bool merges) {
+  const auto attend = [&](const Tile& tile, bool merges) {
     auto [own, own_sum] = at::_scaled_dot_product_flash_attention_for_cpu(
-        tile.queries_of(q), tile.keys_of(keys), tile.keys_of(values), 0.0, false, tile.score_mask(), scale);
+        tile.queries_of(queries), tile.keys_of(keys), tile.keys_of(values), 0.0, false, tile.score_mask(), scale_of(q));
     own = own.squeeze(0).transpose(0, 1);
     own_sum = own_sum.squeeze(0).transpose(0, 1).to(log_sum_exp.scalar_type());
     const at::Tensor sum = log_sum_exp.narrow(0, tile.first_query, tile.num_queries);
@@ -146,42 +156,46 @@ std::tuple<at::Tensor, at::Tensor> forward_cpu(const at::Tensor& q, const at::Te
     before = own.to(log_sum_exp.scalar_type());
     o.narrow(0, tile.first_query, tile.num_queries).copy_(own);
     sum.copy_(own_sum);
-  });
-  return {o, log_sum_exp};
+  };
+  if (q.size(1) > 0) for_each_tile(runs, q.scalar_type(), attend);
+  return {o.narrow(2, 0, v.size(2)).contiguous(), log_sum_exp};
 }
 
 /// Each tile gives the gradients of its own keys from the whole output, as if that had been computed at once.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> backward_cpu(const at::Tensor& grad, const at::Tensor& q,
                                                             const at::Tensor& k, const at::Tensor& v,
                                                             const at::Tensor& o, const at::Tensor& log_sum_exp,
-                                                            const at::Tensor& runs, double scale) {
-  const at::Tensor keys = for_each_head(k, q.size(1)), values = for_each_head(v, q.size(1));
+                                                            const at::Tensor& runs) {
+  const int64_t width = std::max(q.size(2), v.size(2));
+  const at::Tensor queries = padded(q, width), of_o = padded(grad, width), whole_o = padded(o, width);
+  const at::Tensor keys = for_each_head(padded(k, width), q.size(1)),
+                   values = for_each_head(padded(v, width), q.size(1));
   const at::TensorOptions sums = q.options().dtype(wide(q.scalar_type()));
-  at::Tensor of_q = at::zeros(q.sizes(), sums), of_k = at::zeros(keys.sizes(), sums),
+  at::Tensor of_q = at::zeros(queries.sizes(), sums), of_k = at::zeros(keys.sizes(), sums),
              of_v = at::zeros(values.sizes(), sums);
   if (q.size(1) > 0) {
     for_each_tile(runs, q.scalar_type(), [&](const Tile& tile, bool) {
       const auto [q_part, k_part, v_part] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
-          tile.queries_of(grad), tile.queries_of(q), tile.keys_of(keys), tile.keys_of(values), tile.queries_of(o),
-          tile.queries_of(log_sum_exp.unsqueeze(-1)).squeeze(-1), 0.0, false, tile.score_mask(), scale);
+          tile.queries_of(of_o), tile.queries_of(queries), tile.keys_of(keys), tile.keys_of(values),
+          tile.queries_of(whole_o), tile.queries_of(log_sum_exp.unsqueeze(-1)).squeeze(-1), 0.0, false,
+          tile.score_mask(), scale_of(q));
       of_q.narrow(0, tile.first_query, tile.num_queries).add_(q_part.squeeze(0).transpose(0, 1));
       tile.add_keys_to(of_k, k_part);
       tile.add_keys_to(of_v, v_part);
     });
   }
-  return {of_q.to(q.scalar_type()), of_kv_heads(of_k, k), of_kv_heads(of_v, v)};
+  return {of_q.narrow(2, 0, q.size(2)).to(q.scalar_type()), of_kv_heads(of_k, k), of_kv_heads(of_v, v)};
 }
 
 std::tuple<at::Tensor, at::Tensor> forward_meta(const at::Tensor& q, const at::Tensor&, const at::Tensor& v,
-                                                const at::Tensor&, double) {
+                                                const at::Tensor&) {
   return {at::empty_symint({q.sym_size(0), q.sym_size(1), v.sym_size(2)}, q.options()),
           at::empty_symint({q.sym_size(0), q.sym_size(1)}, q.options().dtype(wide(q.scalar_type())))};
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> backward_meta(const at::Tensor&, const at::Tensor& q,
                                                              const at::Tensor& k, const at::Tensor& v,
-                                                             const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                                                             double) {
+                                                             const at::Tensor&, const at::Tensor&, const at::Tensor&) {
   const auto like = [](const at::Tensor& tensor) { return at::empty_symint(tensor.sym_sizes(), tensor.options()); };
   return {like(q), like(k), like(v)};
 }
@@ -189,14 +203,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward_meta(const at::Tensor&, 
 class MaskedAttentionFunction : public torch::autograd::Function<MaskedAttentionFunction> {
  public:
   static std::vector<at::Tensor> forward(AutogradContext* context, const at::Tensor& q, const at::Tensor& k,
-                                         const at::Tensor& v, const at::Tensor& runs, double scale) {
+                                         const at::Tensor& v, const at::Tensor& runs) {
     static const auto op = c10::Dispatcher::singleton()
                                .findSchemaOrThrow("knapformer::masked_attention", "")
                                .typed<decltype(forward_cpu)>();
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    auto [o, log_sum_exp] = op.call(q, k, v, runs, scale);
+    auto [o, log_sum_exp] = op.call(q, k, v, runs);
     context->save_for_backward({q, k, v, o, log_sum_exp, runs});
-    context->saved_data["scale"] = scale;
     context->mark_non_differentiable({log_sum_exp});
     return {o, log_sum_exp};
   }
@@ -206,15 +219,14 @@ class MaskedAttentionFunction : public torch::autograd::Function<MaskedAttention
                                .findSchemaOrThrow("knapformer::masked_attention_backward", "")
                                .typed<decltype(backward_cpu)>();
     const auto saved = context->get_saved_variables();
-    auto [q, k, v] = op.call(gradients[0], saved[0], saved[1], saved[2], saved[3], saved[4], saved[5],
-                             context->saved_data["scale"].toDouble());
-    return {q, k, v, at::Tensor(), at::Tensor()};
+    auto [q, k, v] = op.call(gradients[0], saved[0], saved[1], saved[2], saved[3], saved[4], saved[5]);
+    return {q, k, v, at::Tensor()};
   }
 };
 
 std::tuple<at::Tensor, at::Tensor> with_gradients(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                                  const at::Tensor& runs, double scale) {
-  const std::vector<at::Tensor> outputs = MaskedAttentionFunction::apply(q, k, v, runs, scale);
+                                                  const at::Tensor& runs) {
+  const std::vector<at::Tensor> outputs = MaskedAttentionFunction::apply(q, k, v, runs);
   return {outputs[0], outputs[1]};
 }
 
@@ -222,29 +234,21 @@ std::tuple<at::Tensor, at::Tensor> with_gradients(const at::Tensor& q, const at:
 
 // A fragment, as exchange.cpp defines the library.
 TORCH_LIBRARY_FRAGMENT(knapformer, library) {
-  library.def("masked_attention(Tensor q, Tensor k, Tensor v, Tensor runs, float scale) -> (Tensor, Tensor)");
+  library.def("masked_attention(Tensor q, Tensor k, Tensor v, Tensor runs) -> (Tensor, Tensor)");
   library.impl("masked_attention", c10::DispatchKey::CPU, &forward_cpu);
   library.impl("masked_attention", c10::DispatchKey::Meta, &forward_meta);
   library.impl("masked_attention", c10::DispatchKey::AutogradCPU, &with_gradients);
   library.def(
-      "masked_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor o, Tensor log_sum_exp, Tensor runs, "
-      "float scale) -> (Tensor, Tensor, Tensor)");
+      "masked_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor o, Tensor log_sum_exp, Tensor runs) "
+      "-> (Tensor, Tensor, Tensor)");
   library.impl("masked_attention_backward", c10::DispatchKey::CPU, &backward_cpu);
   library.impl("masked_attention_backward", c10::DispatchKey::Meta, &backward_meta);
 }
 
 at::Tensor masked_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& runs) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("knapformer::masked_attention", "")
-                             .typed<decltype(forward_cpu)>();
-  // Torch's kernel wants values as wide as keys.
-  const int64_t width = std::max(q.size(2), v.size(2));
-  const auto padded = [&](const at::Tensor& tensor) {
-    return tensor.size(2) == width ? tensor : at::constant_pad_nd(tensor, {0, width - tensor.size(2)});
-  };
-  const double scale = 1 / std::sqrt(static_cast<double>(q.size(2)));
-  const at::Tensor o = std::get<0>(op.call(padded(q), padded(k), padded(v), runs, scale));
-  return o.narrow(2, 0, v.size(2));
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("knapformer::masked_attention", "").typed<decltype(forward_cpu)>();
+  return std::get<0>(op.call(q, k, v, runs));
 }
 
 MaskTables::MaskTables(MaskRows rows) : rows_(std::move(rows)) {

@@ -147,7 +147,8 @@ void RankPlan::pack_ahead(const TablesDevice& on) {
   pack(on);
   if (!on.takes_masks || plan->input().masks.empty()) return;
   make_masks();
-  for (const SequenceRows& rows : on.device.is_cpu() ? std::vector<SequenceRows>() : attended) rows.masks->make_blocks();
+  for (const SequenceRows& rows : on.device.is_cpu() ? std::vector<SequenceRows>() : attended)
+    rows.masks->make_blocks();
 }
 
 RankPlan::TablesOnDevice& RankPlan::pack(const TablesDevice& on) {

@@ -274,7 +274,9 @@ class SequenceBalancer(_torch.SequenceBalancer):
         chunk_lens, o = super().current_for("post_attn").post_attn(o)
         return chunk_lens, super().watched(o)
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: Attend, mask: str | None = None) -> Tensor:
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, attend: Attend | None = None, mask: str | None = None
+    ) -> Tensor:
         """Every token of a chunk attends to its whole sequence, over flat and nested bags: o.
 
         q: (chunk tokens, heads, head_dim); k, v: (chunk tokens, kv heads, ...), kv heads a divisor of heads. Returns
@@ -289,6 +291,8 @@ class SequenceBalancer(_torch.SequenceBalancer):
             mask lets them see, or more, and the first of these queries is at query_starts among these keys. Of a short
             sequence there may be none of either.
             ArgumentError on all ranks for a kernel that does not say so.
+            None: the project's own kernel, which applies to each sequence the mask that was planned for it
+            (docs/masks.md), whole or shared by heads and queries. ArgumentError on all ranks for a density.
         mask: the one that attend applies, as in `knapformer.attention_pairs`, or 'planned' where attend applies to each
             sequence the mask that was planned for it. None: attend.mask where attend is an object with that text, as
             PackedAttention of knapformer.models, or else 'full'. Raises ArgumentError on all ranks where the plan

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from knapformer._core import ArgumentError, Cluster, TrainedModel, WorkloadModel, attention_pairs
+from knapformer._core import ArgumentError, Cluster, TrainedModel, WorkloadModel, check_mask
 from knapformer.json_file import read_json
 
 T = TypeVar("T")
@@ -136,7 +136,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_mask(value: Any) -> bool:
-    return isinstance(value, str) and attention_pairs(value, 1) >= 0  # which raises for what is no mask
+    return isinstance(value, str) and bool(check_mask(value))  # which raises for what is no mask
 
 
 _Check = tuple[Callable[[Any], bool], str]  # what fits, and what is expected

@@ -25,6 +25,8 @@ from torch import Tensor
 
 from knapformer._torch import Step
 from knapformer.balancer import SequenceBalancer
+from knapformer.models.masked import attend as attend_by_masks
+from knapformer.models.masked import layout_on
 
 # (q, k, v, layout) -> o or (o, log_sum_exp), as in SequenceBalancer.attention.
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Any], Tensor | tuple[Tensor, Tensor]]
@@ -53,7 +55,7 @@ class AttentionTables:
         balancer: SequenceBalancer | Step,
         device: torch.device,
         layout: Callable[..., Any] = lambda seq_lens: seq_lens,
-        mask: str = "full",
+        mask: str | None = "full",
         cuts_queries: bool = False,
     ) -> AttentionTables:
         """The tables of a step, or of the one in force, for tensors on `device`. To be called outside of the compiled
@@ -64,13 +66,17 @@ class AttentionTables:
         cuts_queries: `attend` takes parts of queries. `layout` is then called with their lengths, those of the keys,
             and where queries begin among them (SequenceBalancer.attention).
         mask: the one that `attend` applies, as in SequenceBalancer.attention; ArgumentError where another is planned.
+            None: `attention` is called without `attend`, and applies to each sequence its planned mask.
         """
         step = balancer if isinstance(balancer, Step) else balancer.current
         rows, attended, travels, to_sequences, to_rows, stages = step.op_attention(device, mask, cuts_queries)
+        if mask is None:
+            layouts = [layout_on(tables, device) for tables in attended]
+            return AttentionTables(rows, layouts, travels, to_sequences, to_rows, stages)
         layouts = [layout(*lens) if cuts_queries else layout(lens[0]) for lens in attended]
         return AttentionTables(rows, layouts, travels, to_sequences, to_rows, stages)
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: Attend) -> Tensor:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: Attend = attend_by_masks) -> Tensor:
         """Like SequenceBalancer.attention, with the same collectives, but `attend` is called for every level, also for
         one without tokens on this rank, and an error in `attend` is not reported to the other ranks.
 

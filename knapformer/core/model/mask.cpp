@@ -70,9 +70,8 @@ Mask Mask::parse(std::string_view text) {
   if (is_good) {
     mask.kind = static_cast<Kind>(found - kNames.begin());
     for_each_number(mask, [&]<class Number>(Number& number, int32_t min) {
-      const auto read = reader.accept(':')
-                            ? reader.number<Number>(min, std::is_same_v<Number, double> ? 1 : kMaxTokens)
-                            : std::nullopt;
+      const auto read = reader.accept(':') ? reader.number<Number>(min, std::is_same_v<Number, double> ? 1 : kMaxTokens)
+                                           : std::nullopt;
       is_good = is_good && read;
       number = read.value_or(min);
     });
@@ -247,7 +246,8 @@ std::vector<QueryPart> Mask::query_parts(int64_t seq_len, int32_t num_parts) con
     if (j < num_parts) end = total > 0 ? queries_with(target) : seq_len * j / num_parts;  // no pairs: evenly
     int64_t first_key = seq_len, end_key = 0;
     for (; run < all.size() && queries[run] < end; ++run) {
-      const int64_t from = std::max(first, queries[run]) - queries[run], to = std::min(end, queries[run + 1]) - queries[run];
+      const int64_t from = std::max(first, queries[run]) - queries[run],
+                    to = std::min(end, queries[run + 1]) - queries[run];
       if (!all[run].keys.empty()) {
         first_key = std::min(first_key, all[run].part(from, 1).keys.front().first);
         end_key = std::max({end_key, all[run].part(from, 1).keys.back().end, all[run].part(to - 1, 1).keys.back().end});

@@ -10,7 +10,8 @@ namespace {
 /// Blocks by row and column, as lists of both.
 class BlockGrid {
  public:
-  BlockGrid(size_t num_rows, size_t num_columns) : by_row_(lists(num_rows, num_columns)), by_column_(lists(num_columns, num_rows)) {}
+  BlockGrid(size_t num_rows, size_t num_columns)
+      : by_row_(lists(num_rows, num_columns)), by_column_(lists(num_columns, num_rows)) {}
 
   /// Rows come in order.
   void add(size_t row, size_t column) {
@@ -30,12 +31,17 @@ class BlockGrid {
   }
 };
 
+/// Not known: nothing.
+void check(const std::optional<Mask>& mask) {
+  if (mask && mask->kind != Mask::Kind::kDensity) return;
+  throw_argument("mask", mask ? text("'", mask->str(), "'") : "a number of pairs alone",
+                 "a mask that says which keys a query sees, or a kernel (attend) that applies it");
+}
+
 }  // namespace
 
 void MaskRows::add(const Mask& mask, int64_t seq_len, const QueryPart& part) {
-  if (mask.kind == Mask::Kind::kDensity)
-    throw_argument("mask", text("'", mask.str(), "'"),
-                   "a mask that says which keys a query sees, or a kernel (attend) that applies it");
+  check(mask);
   int64_t first = 0;
   for (const MaskRun& run : mask.runs(seq_len)) {
     const int64_t begin = std::max(first, part.first_query);
@@ -54,13 +60,12 @@ void MaskRows::add(const Mask& mask, int64_t seq_len, const QueryPart& part) {
 }
 
 MaskRows MaskRows::of(const Plan& plan, const AttentionLevel& level) {
+  // Those of all ranks, so that all throw.
+  for (SequenceId id(0); id.value < plan.num_sequences(); ++id.value) check(plan.input().mask_of(id));
   MaskRows rows;
   for (size_t s = 0; s < level.sequences.size(); ++s) {
     const SequenceId id = level.sequence_ids[s];
-    const std::optional<Mask> mask = plan.input().mask_of(id);
-    if (!mask)
-      throw_argument("mask", text("none of sequence ", id.value), "a mask, of which the plan knows only the pairs, or a kernel (attend)");
-    rows.add(*mask, plan.seq_lens()[id], level.sequences[s]);
+    rows.add(*plan.input().mask_of(id), plan.seq_lens()[id], level.sequences[s]);
   }
   return rows;
 }
@@ -72,7 +77,9 @@ size_t MaskRows::max_ranges() const {
 }
 
 MaskBlocks MaskBlocks::of(const MaskRows& rows, int64_t block_size) {
-  const auto num_blocks = [&](int64_t num_rows) { return static_cast<size_t>((num_rows + block_size - 1) / block_size); };
+  const auto num_blocks = [&](int64_t num_rows) {
+    return static_cast<size_t>((num_rows + block_size - 1) / block_size);
+  };
   const size_t num_query_blocks = num_blocks(rows.num_queries), num_key_blocks = num_blocks(rows.num_keys);
   BlockGrid some(num_query_blocks, num_key_blocks), all(num_query_blocks, num_key_blocks);
   // Of the blocks of keys, for one block of queries: the pairs that are surely seen; -1: none.
@@ -88,7 +95,8 @@ MaskBlocks MaskBlocks::of(const MaskRows& rows, int64_t block_size) {
         const int64_t moved = count - 1;
         const int64_t last_end = range.end + (range.end_moves ? moved : 0);
         const int64_t all_first = range.first + (range.first_moves ? moved : 0);  // all of them see [this, range.end)
-        for (auto k = static_cast<size_t>(range.first / block_size); static_cast<int64_t>(k) * block_size < last_end; ++k) {
+        for (auto k = static_cast<size_t>(range.first / block_size); static_cast<int64_t>(k) * block_size < last_end;
+             ++k) {
           const int64_t first_key = static_cast<int64_t>(k) * block_size, end_key = first_key + block_size;
           if (pairs[k] < 0) {
             pairs[k] = 0;

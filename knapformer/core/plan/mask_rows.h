@@ -17,7 +17,8 @@ struct MaskRows {
   /// Appends a part of a sequence. Throws ArgumentError (argument "mask") for a density, which says of no pair whether
   /// it is seen, and for a mask of another length.
   void add(const Mask& mask, int64_t seq_len, const QueryPart& part);
-  /// What attention sees at a level. Throws as add does, and where the plan does not know the mask of a sequence.
+  /// What attention sees at a level. Throws as add does, for any sequence of the plan, and where the plan does not know
+  /// the mask of one.
   static MaskRows of(const Plan& plan, const AttentionLevel& level);
 
   /// The most ranges of keys that a query sees.

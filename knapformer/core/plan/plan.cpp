@@ -63,7 +63,8 @@ void PlanInput::validate() const {
                    text("none, or one for each of the ", seq_lens.num_sequences(), " sequences"));
   }
   if (!masks.empty() && masks.size() != attention_pairs.size()) {
-    throw_argument("masks", text(masks.size(), " masks"), text("one for each of the ", attention_pairs.size(), " counts of pairs"));
+    throw_argument("masks", text(masks.size(), " masks"),
+                   text("one for each of the ", attention_pairs.size(), " counts of pairs"));
   }
   for (size_t s = 0; s < attention_pairs.size(); ++s) {
     const int64_t length = seq_lens[SequenceId(s)];

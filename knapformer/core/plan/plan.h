@@ -75,7 +75,8 @@ struct PlanInput {
   /// width. Throws ArgumentError (argument "work", or "gamma" where it is below 1e-6).
   void give_work(std::vector<double> work);
 
-  /// Sets masks, one for each sequence or none for full attention, and their pairs. Throws ArgumentError (argument "mask") for a written mask of another length.
+  /// Sets masks, one for each sequence or none for full attention, and their pairs. Throws ArgumentError (argument
+  /// "mask") for a written mask of another length.
   void give_masks(std::vector<Mask> of_sequences);
   void give_mask(const Mask& of_all);
   /// Not known: nothing.
@@ -114,7 +115,8 @@ struct PlanInput {
   /// (util/record.h). A new member does not compile until it is named here.
   template <class Self, class Visit>
   static void for_each_setting(Self& self, Visit visit) {
-    auto& [lengths, bags, width, workload_model, pairs, of_sequences, machine, trained, speed, limit, works, part, cuts] = self;
+    auto& [lengths, bags, width, workload_model, pairs, of_sequences, machine, trained, speed, limit, works, part,
+           cuts] = self;
     visit("d_model", width);
     visit("gamma", workload_model.gamma);
     visit("cluster", machine);

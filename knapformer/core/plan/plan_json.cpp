@@ -118,7 +118,8 @@ Plan plan_from_json(std::string_view json_text) {
     input.token_part = json_field<double>(json, "token_part");
   }
   if (json.contains("masks")) {
-    for (const auto& mask : json_field<std::vector<std::string>>(json, "masks")) input.masks.push_back(Mask::parse(mask));
+    for (const auto& mask : json_field<std::vector<std::string>>(json, "masks"))
+      input.masks.push_back(Mask::parse(mask));
   }
   if (json.contains("query_cuts")) {
     for (const auto& cut : json_field<std::vector<std::vector<int32_t>>>(json, "query_cuts")) {

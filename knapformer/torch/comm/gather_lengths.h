@@ -39,10 +39,10 @@ struct SampleBytes {
 struct GatheredLengths {
   SequenceLengths lengths;
   std::vector<std::optional<Mask>> masks = {};  // of each sequence, none where its rank sent none; empty: none sent any
-  std::vector<double> work = {};               // of each sequence, as given (PlanInput::give_work); empty: not given
-  std::vector<SampleBytes> sample_bytes = {};  // of each sequence; empty where no samples move
-  std::vector<DataStatus> statuses = {};       // one a rank
-  std::vector<ObservedStep> observed = {};     // one a rank
+  std::vector<double> work = {};                // of each sequence, as given (PlanInput::give_work); empty: not given
+  std::vector<SampleBytes> sample_bytes = {};   // of each sequence; empty where no samples move
+  std::vector<DataStatus> statuses = {};        // one a rank
+  std::vector<ObservedStep> observed = {};      // one a rank
 };
 
 class LengthGatherer {

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
+from knapformer._core import check_mask
 from knapformer.adapters.adapter import Adapter, Chunks, Home, RunBlock, expect
 from knapformer.adapters.samples import Samples
-from knapformer.models.attention import MASKS
 from knapformer.models.layers import rotations
 from knapformer.models.packing import positions
 from knapformer.models.step import PackedStep
@@ -35,7 +35,7 @@ class Plain(Adapter):
     @staticmethod
     def check_config(config: Any) -> None:
         heads, kv_heads, d_model = config.num_heads, config.num_kv_heads, config.d_model
-        expect(config.mask in MASKS, "mask", config.mask, f"one of {', '.join(MASKS)}")
+        check_mask(config.mask)
         expect(d_model % heads == 0, "num_heads", heads, f"a divisor of d_model {d_model}")
         expect(d_model // heads % 2 == 0, "num_heads", heads, "an even d_model / num_heads, for the rotation of pairs")
         expect(heads % kv_heads == 0, "num_kv_heads", kv_heads, f"a divisor of {heads} heads")

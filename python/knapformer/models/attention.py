@@ -20,22 +20,26 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from knapformer import ArgumentError
+from knapformer._core import check_mask
+from knapformer._torch import MaskTables
 from knapformer.device_copies import to_device
+from knapformer.models.masked import ByPlan, MaskedAttention, as_autocast, attend, layout_on, no_attention
 from knapformer.models.packing import Lengths, lengths_list
 from knapformer.models.stages import Stages
-
-MASKS = ("full", "causal")  # the masks computed here, as knapformer.attention_pairs reads them
 
 
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, seq_lens: Lengths, mask: str = "full") -> Tensor:
     """Each packed sequence attends to itself.
 
     q (tokens, heads, head_dim); k, v (tokens, kv_heads, head_dim), kv_heads a divisor of heads; seq_lens adds up to
-    tokens, zeros allowed; mask: "full" or "causal". Returns (tokens, heads, head_dim). Scaled by head_dim ** -0.5.
+    tokens, zeros allowed; mask: of all sequences, as in `knapformer.attention_pairs`.
+
+    Returns (tokens, heads, head_dim). Scaled by head_dim ** -0.5.
     """
     lens = tuple(lengths_list(seq_lens))
-    pairing, causal = _pairing(lens, lens), _is_causal(mask)
+    if mask not in ("full", "causal"):
+        return _masked(lens, mask)(q, k, v)
+    pairing, causal = _pairing(lens, lens), mask == "causal"
     if q.shape[0] != pairing.num_queries:
         raise ValueError(f"seq_lens: got {pairing.num_queries} tokens in all, expected {q.shape[0]}, as q has")
     return pairing.attend(q, k, v, causal)
@@ -48,26 +52,26 @@ class PackedAttention:
     cuts_queries = True
 
     def __init__(self, mask: str = "full") -> None:
-        self.mask = mask
-        _is_causal(mask)
+        self.mask = check_mask(mask)
+        self.takes_masks = mask not in ("full", "causal")  # then a balancer gives it the MaskTables of what is packed
 
     def __call__(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        query_lens: Lengths,
+        query_lens: Lengths | MaskTables,
         key_lens: Lengths | None = None,
         query_starts: Lengths | None = None,
     ) -> Tensor:
         """key_lens, query_starts: as in SequenceBalancer.attention, where queries are a part of their sequences. With
         the mask "causal" the last query sees the last key; ValueError where they lie otherwise."""
+        if isinstance(query_lens, MaskTables):
+            return attend(q, k, v, layout_on(query_lens, q.device))
         if key_lens is None:
             return varlen_attention(q, k, v, query_lens, self.mask)
-        pairing, causal = (
-            _pairing(tuple(lengths_list(query_lens)), tuple(lengths_list(key_lens))),
-            _is_causal(self.mask),
-        )
+        pairing = _pairing(tuple(lengths_list(query_lens)), tuple(lengths_list(key_lens)))
+        causal = self.mask == "causal"
         starts = None if query_starts is None else lengths_list(query_starts)
         if causal and starts != pairing.causal_starts:
             raise ValueError(f"query_starts: got {starts}, expected {pairing.causal_starts}, to the end of the keys")
@@ -115,31 +119,10 @@ class PackedCrossAttention:
         return self._pairing.attend(q, k, v, causal=False)
 
 
-def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under autocast in its dtype, to which torch's attention would cast them, float64 excepted. Norms under autocast
-    give queries and keys in float32: these would be exchanged in twice the bytes, and no kernel for variable lengths
-    takes them."""
-    kind = tensors[0].device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
-        return tensors
-    dtype = torch.get_autocast_dtype(kind)
-    return tuple(tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in tensors)
-
-
-def no_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Zeros in the shape of q, in place of a kernel that would get no tokens or no heads.
-
-    Where more ranks than heads share a sequence, some have no heads. Some kernels fail on empty inputs.
-
-    Keeps q, k and v in the graph: their collectives run, and their parameters get gradients, on every rank.
-    """
-    return q * 0 + (k.sum() + v.sum()) * 0
-
-
-def _is_causal(mask: str) -> bool:
-    if mask not in MASKS:
-        raise ArgumentError(f"mask: got {mask!r}, expected one of {', '.join(MASKS)}")
-    return mask == "causal"
+@functools.cache
+def kernel_for(mask: str | None) -> PackedAttention | ByPlan:
+    """The kernel of attention without `attend`. mask: that of all sequences of a step; None: they have several."""
+    return PackedAttention(mask) if mask in ("full", "causal") else ByPlan()
 
 
 class _Pairing:
@@ -233,6 +216,11 @@ def _for_each_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Grouped heads of keys and values, once for each head of the queries."""
     repeats = q.shape[1] // k.shape[1]
     return k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+
+
+@functools.lru_cache(maxsize=64)
+def _masked(seq_lens: tuple[int, ...], mask: str) -> MaskedAttention:
+    return MaskedAttention(seq_lens, [mask] * len(seq_lens))
 
 
 # Of a step as many as its bag has degrees; those of micro-batches in flight are kept, too.

@@ -275,8 +275,8 @@ INSTANTIATE_TEST_SUITE_P(All, MalformedMask,
                                          "window:3:99999999999", "density", "density:", "density:1.5", "density:-0.5",
                                          "density:nan", "density:.5:1", "c", "c0", "f5 ", "f5  f3", "f5,", "f5@1 x",
                                          "f5@1", "f5@0,0 f3", "f5@2-1 f3 f4", "f5@0, f3", "clean:3x5 noisy:4x5",
-                                         "noisy:3x5", "clean:3x0", "clean:3", "clean:2x1 clean:2x1", "ranges:",
-                                         "ranges:3", "ranges:3=0-4", "ranges:3=0-3+", "ranges:3=2-2",
+                                         "noisy:3x5", "clean:3x0", "clean:3", "clean:2x1 clean:2x1",
+                                         "ranges:", "ranges:3", "ranges:3=0-4", "ranges:3=0-3+", "ranges:3=2-2",
                                          "ranges:3=0+-2", "ranges:3=0-2,1-3", "ranges:3=0-1+,1-3", "ranges:3=0-1;",
                                          "ranges:2147483647=;1="));
 

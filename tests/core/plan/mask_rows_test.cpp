@@ -100,7 +100,8 @@ TEST(MaskRows, BlocksAreThoseOfTheDenseMask) {
     const auto whole = pairs_of(blocks.all_keys, false);
     EXPECT_EQ(found, pairs_of(blocks.some_queries, true));
     EXPECT_EQ(whole, pairs_of(blocks.all_queries, true));
-    // A block that several ranges fill, one of which moves, may count as seen in part: a kernel looks at each pair then.
+    // A block that several ranges fill, one of which moves, may count as seen in part: a kernel looks at each pair
+    // then.
     EXPECT_TRUE(std::ranges::includes(all, whole));
     found.insert(found.end(), whole.begin(), whole.end());
     some.insert(some.end(), all.begin(), all.end());

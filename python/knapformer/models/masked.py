@@ -1,0 +1,110 @@
+"""Attention by the mask of each packed sequence.
+
+On CPUs by the op knapformer::masked_attention (C++), on accelerators by FlexAttention with a block mask that is made
+from the same ranges of keys: once a step for all layers, on the thread that plans it. Another mask compiles nothing
+anew; one whose queries see another number of ranges of keys does, once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from knapformer._torch import MaskTables
+from knapformer.models.packing import Lengths, lengths_list
+
+BLOCK_SIZE = 128
+
+
+class MaskedAttention:
+    """Each packed sequence attends to itself, by its own mask. Made once a batch, for its many layers.
+
+    seq_lens: tokens of each sequence, zeros allowed. masks: the text of each sequence's mask, as in
+    `knapformer.attention_pairs`. Raises ArgumentError for a mask of another length, and for a density.
+    """
+
+    def __init__(self, seq_lens: Lengths, masks: Sequence[str]) -> None:
+        self._tables = MaskTables(list(masks), lengths_list(seq_lens))
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q (tokens, heads, head_dim); k, v (tokens, kv_heads, ...), kv_heads a divisor of heads. Returns (tokens,
+        heads, ...), 0 for a query that sees no key. Scaled by head_dim ** -0.5."""
+        if q.shape[0] != self._tables.num_queries or k.shape[0] != self._tables.num_keys:
+            got = f"{q.shape[0]} queries and {k.shape[0]} keys"
+            raise ValueError(f"q, k: got {got}, expected {self._tables.num_queries} of both, as seq_lens say")
+        return attend(q, k, v, layout_on(self._tables, q.device))
+
+
+class ByPlan:
+    """The kernel of attention without `attend`: SequenceBalancer calls it with the planned masks of what is packed."""
+
+    cuts_queries = takes_masks = True
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, tables: MaskTables) -> Tensor:
+        return attend(q, k, v, layout_on(tables, q.device))
+
+
+def layout_on(tables: MaskTables, device: torch.device) -> Tensor | BlockMask:
+    """What `attend` takes for tensors on this device."""
+    return tables.runs if device.type == "cpu" else block_mask(tables, device)
+
+
+def block_mask(tables: MaskTables, device: torch.device) -> BlockMask:
+    bounds, lists = tables.blocks_on(device)
+
+    def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        seen = torch.zeros_like(query, dtype=torch.bool)
+        for first, end in bounds:
+            seen = seen | ((first[query] <= key) & (key < end[query]))
+        return seen
+
+    names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
+             "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")  # fmt: skip
+    of_blocks: dict[str, Any] = dict(zip(names, lists, strict=True))
+    lengths = (tables.num_queries, tables.num_keys)
+    return BlockMask(lengths, BLOCK_SIZE=(BLOCK_SIZE, BLOCK_SIZE), mask_mod=sees, **of_blocks)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, layout: Tensor | BlockMask) -> Tensor:
+    """As MaskedAttention, for a `layout` of layout_on. Graphs of torch.compile hold it."""
+    q, k, v = as_autocast(q, k, v)
+    if isinstance(layout, Tensor):
+        out: Tensor = torch.ops.knapformer.masked_attention(q, k, v, layout)[0]
+        return out
+    if q.numel() == 0 or k.numel() == 0:
+        return no_attention(q, k, v)
+    kernel = _compiled() if not torch.compiler.is_compiling() else cast("Callable[..., Any]", flex_attention)
+    by_head = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (q, k, v))
+    o: Tensor = kernel(*by_head, block_mask=layout, enable_gqa=k.shape[1] != q.shape[1])
+    return o.squeeze(0).transpose(0, 1)
+
+
+@functools.cache
+def _compiled() -> Callable[..., Any]:
+    return torch.compile(flex_attention, dynamic=True)
+
+
+def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Under autocast in its dtype, to which torch's attention would cast them, float64 excepted. Norms under autocast
+    give queries and keys in float32: these would be exchanged in twice the bytes, and no kernel for variable lengths
+    takes them."""
+    kind = tensors[0].device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in tensors)
+
+
+def no_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Zeros in the shape of q, in place of a kernel that would get no tokens or no heads.
+
+    Where more ranks than heads share a sequence, some have no heads. Some kernels fail on empty inputs.
+
+    Keeps q, k and v in the graph: their collectives run, and their parameters get gradients, on every rank.
+    """
+    return q * 0 + (k.sum() + v.sum()) * 0

@@ -1,0 +1,159 @@
+"""Attention by the masks of sequences, against dense masks written out from their definitions."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from knapformer._torch import MaskTables
+from knapformer.models.attention import PackedAttention
+from knapformer.models.masked import MaskedAttention, attend, block_mask, layout_on
+from masks import dense_mask, random_mask
+from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.checkpoint import checkpoint
+
+from knapformer import ArgumentError, attention_pairs
+
+CPU = torch.device("cpu")
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    """One matrix of all scores. A query that sees nothing gets 0."""
+    repeats = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+    scores = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(q.shape[2])
+    weights = scores.masked_fill(~allowed, -math.inf).softmax(-1).masked_fill(~allowed, 0.0)
+    return torch.einsum("hij,jhd->ihd", weights, v)
+
+
+def packed_mask(seq_lens: list[int], masks: list[str]) -> Tensor:
+    return torch.block_diag(*(dense_mask(mask, n) for mask, n in zip(masks, seq_lens, strict=True))).bool()
+
+
+def tensors(num_tokens: int, kv_heads: int = 4, value_dim: int = 8, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    shapes = ((4, 8), (kv_heads, 8), (kv_heads, value_dim))
+    return [torch.randn(num_tokens, *shape, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def gradients(o: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    torch.manual_seed(1)
+    return [o, *torch.autograd.grad((o * torch.randn(o.shape, dtype=torch.float64).to(o.dtype)).sum(), inputs)]
+
+
+ALL = [
+    "full", "causal", "prefix:3", "block_causal:3:7", "window:4:2", "window:0:9", "c5 f8 c3 f9", "f9@ f9@0 f7@0",
+    "f4@1-2 c7@0,2 f14@", "c3 clean:2x5 noisy:2x6", "ranges:3=0+-1+,6-7;1=;21=1+-4+",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kv_heads", "value_dim"), [(4, 8), (2, 8), (1, 5), (4, 11)])
+@pytest.mark.parametrize("mask", ALL)
+def test_a_mask_is_the_dense_one(mask: str, kv_heads: int, value_dim: int) -> None:
+    torch.manual_seed(0)
+    inputs = tensors(25, kv_heads, value_dim)
+    out, expected = MaskedAttention([25], [mask])(*inputs), dense_attention(*inputs, dense_mask(mask, 25))
+    torch.testing.assert_close(gradients(out, inputs), gradients(expected, inputs), rtol=1e-12, atol=1e-12)
+    assert attention_pairs(mask, 25) == int(dense_mask(mask, 25).sum())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_mixtures_of_masks_are_the_dense_ones(seed: int) -> None:
+    """Sequences of up to 700 tokens: ranges that move are computed in blocks of 256 queries."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    lens = [draw.choice([1, 3, 40, 300, 700]) for _ in range(draw.randint(1, 3))]
+    masks = [random_mask(draw, n) for n in lens]
+    inputs = tensors(sum(lens), draw.choice([4, 2]))
+    out, expected = MaskedAttention(lens, masks)(*inputs), dense_attention(*inputs, packed_mask(lens, masks))
+    torch.testing.assert_close(gradients(out, inputs), gradients(expected, inputs), rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("seed", range(8))
+def test_flex_attention_gets_the_same_mask(seed: int) -> None:
+    """Without a compiler FlexAttention computes all scores and goes by mask_mod alone: blocks are looked at apart."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    lens = [draw.choice([5, 128, 130, 300]) for _ in range(draw.randint(1, 3))]
+    masks = [random_mask(draw, n) for n in lens]
+    tables, allowed, inputs = MaskTables(masks, lens), packed_mask(lens, masks), tensors(sum(lens), draw.choice([4, 2]))
+    layout = block_mask(tables, CPU)
+    by_head = (tensor.detach().transpose(0, 1).unsqueeze(0) for tensor in inputs)  # no gradients on CPUs
+    out = flex_attention(*by_head, block_mask=layout, enable_gqa=True).squeeze(0).transpose(0, 1)
+    torch.testing.assert_close(out, dense_attention(*inputs, allowed).detach(), rtol=1e-11, atol=1e-12)
+    num_blocks = -(-sum(lens) // 128)
+    padded = torch.zeros(num_blocks * 128, num_blocks * 128, dtype=torch.bool)
+    padded[: sum(lens), : sum(lens)] = allowed
+    of_blocks = padded.unflatten(1, (-1, 128)).unflatten(0, (-1, 128)).transpose(1, 2)
+    assert torch.equal(layout.to_dense()[0, 0].bool(), of_blocks.any(-1).any(-1))
+    assert layout.full_kv_num_blocks is not None
+    for block in range(num_blocks):
+        for key_block in layout.full_kv_indices[0, 0, block, : layout.full_kv_num_blocks[0, 0, block]]:
+            assert of_blocks[block, key_block].all()
+
+
+def test_the_mask_of_a_batch_is_that_of_its_own_lengths() -> None:
+    """A block mask that is built once and used for batches of other lengths masks the wrong tokens, in silence."""
+    torch.manual_seed(0)
+    for lens in ([20, 30], [30, 20]):
+        inputs = tensors(50)
+        out = MaskedAttention(lens, ["causal", "full"])(*inputs)
+        torch.testing.assert_close(out, dense_attention(*inputs, packed_mask(lens, ["causal", "full"])))
+    with pytest.raises(ValueError, match="q, k: got 49 queries and 49 keys, expected 50"):
+        MaskedAttention([20, 30], ["full", "full"])(*tensors(49))
+    with pytest.raises(ArgumentError, match="mask: got 'c5 f8' for a sequence of 12 tokens, expected one of 13 tokens"):
+        MaskedAttention([12], ["c5 f8"])
+    with pytest.raises(ArgumentError, match=r"got 'density:0\.5', expected a mask that says"):
+        MaskedAttention([12], ["density:0.5"])
+    with pytest.raises(ArgumentError, match="masks: got 1 masks, expected one for each of the 2 sequences"):
+        MaskedAttention([12, 13], ["full"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    lens, masks = [300, 90], ["c40 f200 c60", "block_causal:10:20"]
+    inputs = tensors(390, 2, dtype=dtype)
+    expected = dense_attention(*(t.double() for t in inputs), packed_mask(lens, masks))
+    out = MaskedAttention(lens, masks)(*inputs)
+    assert out.dtype == dtype
+    tolerance = 3e-2 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(
+        [t.double() for t in gradients(out, inputs)], gradients(expected, inputs), rtol=tolerance, atol=tolerance,
+        check_dtype=False,
+    )  # fmt: skip
+    with torch.autocast("cpu", torch.bfloat16):
+        assert MaskedAttention(lens, masks)(*inputs).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("way", [lambda f: torch.compile(f, fullgraph=True, dynamic=True, backend="aot_eager"),
+                                 lambda f: lambda *args: checkpoint(f, *args, use_reentrant=False)],
+                         ids=["compiled", "checkpointed"])  # fmt: skip
+def test_other_ways_to_call_it(way: Callable[..., Callable[..., Tensor]]) -> None:
+    torch.manual_seed(0)
+    call = way(attend)
+    for lens in ([30, 11], [9, 50]):
+        masks = ["causal", f"c3 f{lens[1] - 3}"]
+        inputs = tensors(sum(lens), 2)
+        out = call(*inputs, layout_on(MaskTables(masks, lens), CPU))
+        expected = dense_attention(*inputs, packed_mask(lens, masks))
+        torch.testing.assert_close(gradients(out, inputs), gradients(expected, inputs), rtol=1e-11, atol=1e-12)
+
+
+def test_without_tokens_or_heads_every_input_stays_in_the_graph() -> None:
+    for lens, heads in (([0], 4), ([6], 0)):
+        q, k, v = (torch.randn(sum(lens), heads, 8, requires_grad=True) for _ in range(3))
+        out = MaskedAttention(lens, ["causal"])(q, k, v)
+        assert [g.shape for g in gradients(out, [q, k, v])] == [q.shape] * 4
+
+
+@pytest.mark.parametrize("mask", ["block_causal:3:7", "c5 f20"])
+def test_packed_attention_takes_any_mask(mask: str) -> None:
+    torch.manual_seed(0)
+    inputs = tensors(50)
+    out = PackedAttention(mask)(*inputs, [25, 25])
+    torch.testing.assert_close(out, dense_attention(*inputs, packed_mask([25, 25], [mask] * 2)))
