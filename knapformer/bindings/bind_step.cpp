@@ -31,7 +31,7 @@ bool cuts_queries(py::handle attend) {
   return has_attributes && py::bool_(py::getattr(attend, "cuts_queries", py::bool_(false)));
 }
 
-/// Whether a kernel goes by the planned masks (models/masked.py).
+/// Whether a kernel goes by the planned masks (knapformer/masked.py).
 bool takes_masks(py::handle attend) {
   return PyFunction_Check(attend.ptr()) == 0 && py::bool_(py::getattr(attend, "takes_masks", py::bool_(false)));
 }

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from knapformer._torch import Step
 from knapformer.balancer import SequenceBalancer
-from knapformer.models.masked import attend as attend_by_masks
-from knapformer.models.masked import layout_on
+from knapformer.masked import attend as attend_by_masks
+from knapformer.masked import layout_on
 
 # (q, k, v, layout) -> o or (o, log_sum_exp), as in SequenceBalancer.attention.
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Any], Tensor | tuple[Tensor, Tensor]]

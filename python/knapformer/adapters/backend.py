@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from knapformer.models.masked import no_attention
+from knapformer.masked import no_attention
 from knapformer.models.packing import Lengths, lengths_list
 from knapformer.models.step import Attend
 

@@ -1,11 +1,13 @@
 """The parts of models over packed sequences, and a plain transformer that needs only torch."""
 
+from knapformer.masked import MaskedAttention
 from knapformer.models.attention import PackedAttention, varlen_attention
 from knapformer.models.parallel import init_weights, set_checkpointing, shard_model
 from knapformer.models.step import PackedStep
 from knapformer.models.transformer import Transformer
 
 __all__ = [
+    "MaskedAttention",
     "PackedAttention",
     "PackedStep",
     "Transformer",

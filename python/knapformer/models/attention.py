@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from knapformer._core import check_mask
 from knapformer._torch import MaskTables
 from knapformer.device_copies import to_device
-from knapformer.models.masked import ByPlan, MaskedAttention, as_autocast, attend, layout_on, no_attention
+from knapformer.masked import ByPlan, MaskedAttention, as_autocast, attend, layout_on, no_attention
 from knapformer.models.packing import Lengths, lengths_list
 from knapformer.models.stages import Stages
 

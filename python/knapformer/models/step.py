@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from knapformer.masked import as_autocast
 from knapformer.models.attention import PackedAttention
-from knapformer.models.masked import as_autocast
 from knapformer.models.packing import Segments, lengths_list
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from balancer_checks import Check, run_checks
 from knapformer.compile import AttentionTables
-from knapformer.models.masked import MaskedAttention
+from knapformer.masked import MaskedAttention
 from masks import dense_mask, random_mask
 from ranks import error_of
 from torch import Tensor

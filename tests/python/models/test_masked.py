@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from knapformer._torch import MaskTables
+from knapformer.masked import MaskedAttention, attend, block_mask, layout_on
 from knapformer.models.attention import PackedAttention
-from knapformer.models.masked import MaskedAttention, attend, block_mask, layout_on
 from masks import dense_mask, random_mask
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention

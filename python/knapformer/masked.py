@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from knapformer._torch import MaskTables
-from knapformer.models.packing import Lengths, lengths_list
 
 BLOCK_SIZE = 128
 
@@ -28,8 +27,8 @@ class MaskedAttention:
     `knapformer.attention_pairs`. Raises ArgumentError for a mask of another length, and for a density.
     """
 
-    def __init__(self, seq_lens: Lengths, masks: Sequence[str]) -> None:
-        self._tables = MaskTables(list(masks), lengths_list(seq_lens))
+    def __init__(self, seq_lens: Sequence[int] | Tensor, masks: Sequence[str]) -> None:
+        self._tables = MaskTables(masks, seq_lens)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (tokens, heads, head_dim); k, v (tokens, kv_heads, ...), kv_heads a divisor of heads. Returns (tokens,
