@@ -1,18 +1,20 @@
-"""What is known of every sample (lengths, shapes, work), as tensors that may be memory maps; counts. Needs torch."""
+"""What is known of every sample: lengths, shapes, work, masks, as tensors that may be memory maps. Needs torch."""
 
 from __future__ import annotations
 
 import hashlib
 import operator
 import warnings
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from knapformer._core import MAX_MAGNITUDE, ArgumentError
+from knapformer._core import MAX_MAGNITUDE, ArgumentError, attention_pairs
 
 _BLOCK = 1 << 20  # values of a memory map that are converted at a time
 _MAX_REPEATS = 2**31 - 1  # their sum over all samples is an int64
@@ -70,6 +72,39 @@ def checked_repeats(values: Any, num_samples: int) -> Tensor:
     return checked_integers("repeats", values, num_samples, 0, _MAX_REPEATS).long()
 
 
+@dataclass(frozen=True)
+class SampleMasks:
+    """texts: those that differ. numbers: of each sample, that of its text."""
+
+    texts: list[str]
+    numbers: Tensor
+
+    @staticmethod
+    def of(masks: Any, lengths: Tensor) -> SampleMasks:
+        """Raises ArgumentError, naming the sample, also for a written mask of another length."""
+        if isinstance(masks, str) or not hasattr(masks, "__len__"):
+            raise ArgumentError(
+                f"masks: got {masks!r}, expected a list of texts; mask={masks!r} is that of all samples"
+            )
+        if len(masks) != len(lengths):
+            raise ArgumentError(f"masks: got {len(masks)}, expected one for each of {len(lengths)} samples")
+        number_of, numbers, checked = dict[str, int](), array("q"), set[tuple[str, int]]()
+        for sample, (mask, length) in enumerate(zip(masks, _integers_of(lengths), strict=True)):
+            if not isinstance(mask, str) or (mask, length) not in checked:
+                try:
+                    attention_pairs(mask, length)
+                except ArgumentError as error:
+                    raise ArgumentError(f"masks[{sample}]: {error}") from None
+                checked.add((mask, length))
+            numbers.append(number_of.setdefault(str(mask), len(number_of)))
+        return SampleMasks(list(number_of), torch.tensor(numbers, dtype=torch.int64))
+
+
+def _integers_of(values: Tensor) -> Iterator[int]:
+    for block in values.split(_BLOCK):
+        yield from block.tolist()
+
+
 def extremes(values: Tensor) -> tuple[Any, Any]:
     """The lowest and the highest of values that are not empty. They may be a memory map: none is converted."""
     if values.dtype in _UNSIGNED:
@@ -82,6 +117,9 @@ def extremes(values: Tensor) -> tuple[Any, Any]:
 def described(value: Any) -> str:
     """A text that is equal for equal values. Values of samples are hashed a block at a time, whatever type holds them;
     of integers the sum tells those that are in another order."""
+    if isinstance(value, SampleMasks):
+        texts = hashlib.blake2b(repr(value.texts).encode(), digest_size=8).hexdigest()
+        return f"{len(value.texts)} texts, hash {texts}, of {described(value.numbers)}"
     if not isinstance(value, Tensor):
         return repr(value)
     of_floats, total, hashed = value.is_floating_point(), 0, hashlib.blake2b(digest_size=8)

@@ -22,8 +22,9 @@ from knapformer._core import MAX_MAGNITUDE, MAX_SEQUENCE_TOKENS, ArgumentError, 
 from knapformer.agreement import check_equal_on_ranks
 from knapformer.cost import Cost, CostSettings
 from knapformer.epoch_order import EpochOrder
-from knapformer.planning import plan
+from knapformer.planning import attention_pairs, plan
 from knapformer.sample_values import (
+    SampleMasks,
     checked_integers,
     checked_numbers,
     checked_repeats,
@@ -115,6 +116,9 @@ class BalancedBatchSampler(Sampler[list[int]]):
         rank cannot be given one (some with bags of several sizes, or with max_tokens_per_rank).
     work: FLOPs of one block forward for every sample, as in `plan` and in the form of `lengths`; replaces the formula
         of the length. Not with same_shape, which plans the cost of stacking. None: the formula.
+    masks: the text of every sample's mask (see `attention_pairs`): a list or an array, one for each length. Plans count
+        its exact pairs and carry it, so that `balancer.attention(q, k, v)` computes it. Not with same_shape, as a mask
+        says nothing of padding. None: the cost's mask for all.
     max_tokens_per_rank: in a micro-batch; 0 for no limit. Set it: without a limit, a list may hold many times the mean.
         A sample that is longer is refused at once, unless ranks of a bag can share it.
 
@@ -134,6 +138,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         same_shape: bool = False,
         shapes: Sequence[int] | Tensor | Any | None = None,
         work: Sequence[float] | Tensor | Any | None = None,
+        masks: Sequence[str] | Any | None = None,
         repeats: int | Sequence[int] | Tensor | Any | None = None,
         weights: Sequence[float] | Tensor | Any | None = None,
         num_samples: int | None = None,
@@ -164,6 +169,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
             ("shapes", not same_shape, "without same_shape=True"),
             ("topology", same_shape, "with same_shape=True"),
             ("work", same_shape, "with same_shape=True"),
+            ("masks", same_shape, "with same_shape=True"),
             ("num_samples", weights is None, "without weights"),
             ("repeats", weights is not None, "with weights"),
         ):
@@ -178,6 +184,10 @@ class BalancedBatchSampler(Sampler[list[int]]):
         if same_shape:
             self._shapes = self._lengths if shapes is None else checked_integers("shapes", shapes, size)
         self._work = None if work is None else checked_numbers("work", work, size, 1 / MAX_MAGNITUDE)
+        self._masks = None if masks is None else SampleMasks.of(masks, self._lengths)
+        if self._masks is None and size > 0:
+            for extreme in extremes(self._lengths):  # a written mask is of one length
+                attention_pairs(cost.mask, extreme)
         of_weights = None if weights is None else checked_numbers("weights", weights, size, 0)
         of_repeats = None if repeats is None else checked_repeats(repeats, size)
         epoch_size = size if of_repeats is None else int(of_repeats.sum())
@@ -194,7 +204,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
             model=(cost.model or TrainedModel()).replace(routed=False),
             effort="low" if cost.effort is None else cost.effort,
         )
-        of_samples = {"lengths": self._lengths, "shapes": self._shapes, "work": self._work}
+        of_samples = {"lengths": self._lengths, "shapes": self._shapes, "work": self._work, "masks": self._masks}
         drawn = {"weights": of_weights, "repeats": of_repeats}
         self._arguments = given | of_samples | drawn | {"num_replicas": num_replicas} | vars(self._cost)
         self._check_settings()
@@ -396,13 +406,14 @@ class BalancedBatchSampler(Sampler[list[int]]):
                 f"least {num_lists}, one for each rank and micro-batch, or drop_last=True, or allow_empty=True"
             )
 
-    def _plan(self, lengths: list[list[Any]], work: list[list[Any]]) -> Plan:
+    def _plan(self, lengths: list[list[Any]], work: list[list[Any]], masks: str | list[list[str]] = "full") -> Plan:
         return plan(
             lengths,
             self._topology,
             self._cost,
             micro_batches=self._micro_batches,
             max_tokens_per_rank=self._max_tokens_per_rank,
+            masks=None if self._masks is None else masks,
             work=None if self._work is None else work,
         )
 
@@ -448,7 +459,11 @@ class BalancedBatchSampler(Sampler[list[int]]):
             longest = counted.new_zeros(len(samples)).scatter_reduce_(0, shape, counted, "amax")
             counted = longest[shape]
         work = [] if self._work is None else self._by_rank(self._work[samples])
-        planned = self._plan(self._by_rank(counted), work)
+        masks: str | list[list[str]] = "full"
+        if self._masks is not None:
+            texts = self._masks.texts
+            masks = [[texts[number] for number in of_rank] for of_rank in self._by_rank(self._masks.numbers[samples])]
+        planned = self._plan(self._by_rank(counted), work, masks)
         if not self._allow_empty:
             planned = planned.fill_ranks()
             self._check_none_is_empty(step, planned)

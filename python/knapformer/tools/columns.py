@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from knapformer import ArgumentError
+from knapformer import ArgumentError, attention_pairs
 from knapformer._core import MAX_SEQUENCE_TOKENS
 from knapformer.tools.presets import DEFAULT_PRESET, PRESETS, Preset
 
@@ -26,12 +26,32 @@ _NAMES = {
     "fps": ("fps", "framerate", "frame_rate"),
     "duration": ("duration", "duration_s", "seconds", "video_duration"),
     "text": ("text_tokens", "num_text_tokens", "caption_tokens", "num_caption_tokens", "prompt_tokens"),
+    "mask": ("mask",),  # a text, as attention_pairs takes it
 }
 MEANINGS = tuple(_NAMES)
 _MEANING_OF = {name: meaning for meaning, names in _NAMES.items() for name in names}
 # What a trainer made of a sample for its model; other columns of the same meaning are of the file it was made from.
 _TRAINED = ("train_resolution", "target_size", "bucket_frames")
 _SIZES = (("width", "height"), ("size",), ("shape",))
+
+
+class MaskedLength(int):
+    """Tokens of a sample that has a mask of its own. It differs from equal lengths with other masks."""
+
+    mask: str
+
+    def __new__(cls, tokens: int, mask: str) -> MaskedLength:
+        """Raises ArgumentError for a text that is no mask of so many tokens."""
+        attention_pairs(mask, tokens)
+        length = super().__new__(cls, tokens)
+        length.mask = mask
+        return length
+
+    def __eq__(self, other: object) -> bool:
+        return int(self) == other and self.mask == getattr(other, "mask", None)
+
+    def __hash__(self) -> int:
+        return hash((int(self), self.mask))
 
 
 class Columns:
@@ -66,8 +86,9 @@ class Columns:
     def description(self) -> str:
         """Which columns are read as what, and what is assumed for want of a column."""
         found = dict(self._found)
+        masks = f", its mask from {found['mask']!r}" if "mask" in found else ""
         if "length" in found:
-            return f"tokens of a sample from {found['length']!r}"
+            return f"tokens of a sample from {found['length']!r}{masks}"
         if "frames" not in found and "fps" in found:
             found["frames"] = f"{found['fps']} x {found['duration']}"
         used = [f"{of} from {found[of]!r}" for of in ("width", "height", "size", "shape", "frames") if of in found]
@@ -77,15 +98,20 @@ class Columns:
         if not self._preset.text_beside:
             text = f"tokens of captions from {found['text']!r}" if "text" in found else "captions left out"
             used.append(text if "text" in found else f"{text}, as no column holds their tokens")
-        return ", ".join(used)
+        return ", ".join(used) + masks
 
     def tokens(self, row: Sequence[Any]) -> int:
-        """Raises a plain ValueError for a row that cannot be used, ArgumentError for videos of a model of pictures."""
+        """A MaskedLength where the row has a mask.
+
+        Raises a plain ValueError for a row that cannot be used, ArgumentError for videos of a model of pictures."""
         if len(row) <= self._last:
             raise ValueError(f"got {len(row)} values, expected {self._num_names}")
         if any(row[self._num_names :]):
             raise ValueError(f"got {len(row)} values, expected {self._num_names}: a comma in a value needs quotes")
         value = {meaning: row[place] for meaning, place in self._at.items()}
+        return with_mask(self._tokens(value), value.get("mask"))
+
+    def _tokens(self, value: Mapping[str, Any]) -> int:
         if "length" in value:
             return checked_tokens(integer(value["length"], "length"))
         assert self._preset is not None
@@ -121,7 +147,7 @@ def _recognised(names: Sequence[str]) -> dict[str, str]:
 
 
 def _check_unambiguous(found: Mapping[str, str]) -> None:
-    others = {meaning: name for meaning, name in found.items() if meaning != "length"}
+    others = {meaning: name for meaning, name in found.items() if meaning not in ("length", "mask")}
     if "length" in found and others.keys() - {"text"}:
         name = found["length"]
         raise ArgumentError(
@@ -225,6 +251,18 @@ def _plain(value: Any) -> Any:
 def is_value(cell: str) -> bool:
     """Whether it is a number or a size, and so no name of a column."""
     return re.fullmatch(r"[\s0-9.,xX\u00d7*()\[\]+-]*", cell) is not None and any(map(str.isdecimal, cell))
+
+
+def with_mask(tokens: int, mask: Any) -> int:
+    """mask: empty or None for none."""
+    if mask in ("", None):
+        return tokens
+    if not isinstance(mask, str):
+        raise ValueError(f"mask: got {type(mask).__name__}, expected a text")
+    try:
+        return MaskedLength(tokens, mask.strip())
+    except ArgumentError as error:
+        raise ValueError(str(error)) from None
 
 
 def checked_tokens(tokens: int) -> int:

@@ -20,7 +20,7 @@ from typing import Any, TextIO
 from knapformer import ArgumentError
 from knapformer.json_file import parse_json
 from knapformer.lengths_log import read_log
-from knapformer.tools.columns import Columns, checked_tokens, integer, is_value, known_columns
+from knapformer.tools.columns import Columns, MaskedLength, checked_tokens, integer, is_value, known_columns, with_mask
 from knapformer.tools.presets import Preset
 from knapformer.tools.trainer_caches import cached_samples
 
@@ -32,17 +32,22 @@ _BATCH_ROWS = 1 << 16
 class Samples:
     """What a file held.
 
-    lengths: in tokens, of each sample. steps: lists of lengths, [step][rank], where the file has batches as they were
-    drawn. read_as: which columns are read as what. num_rows: how many rows the file has, of which bad_rows are not
-    used; first_bad names the first of these.
+    lengths: in tokens, of each sample; a MaskedLength where the file gives it a mask. steps: lists of lengths,
+    [step][rank], where the file has batches as they were drawn. read_as: which columns are read as what. num_rows: how
+    many rows the file has, of which bad_rows are not used; first_bad names the first of these.
     """
 
-    lengths: array[int] = field(default_factory=lambda: array("q"))
+    lengths: array[int] | list[int] = field(default_factory=lambda: array("q"))
     steps: list[list[list[int]]] = field(default_factory=list)
     read_as: str = "tokens of a sample"
     num_rows: int = 0
     bad_rows: int = 0
     first_bad: str = ""
+
+    def take(self, length: int) -> None:
+        if isinstance(self.lengths, array) and isinstance(length, MaskedLength):
+            self.lengths = list(self.lengths)
+        self.lengths.append(length)
 
     @property
     def many_left_out(self) -> bool:
@@ -89,13 +94,13 @@ def read_samples(
                 if isinstance(value, ValueError):
                     raise value
                 if names is not None:
-                    samples.lengths.append(columns_of(names).tokens(value))
+                    samples.take(columns_of(names).tokens(value))
                 elif isinstance(value, dict):
-                    samples.lengths.append(columns_of(tuple(value)).tokens(list(value.values())))
+                    samples.take(columns_of(tuple(value)).tokens(list(value.values())))
                 elif isinstance(value, list):
                     _take_step(value, samples)
                 else:
-                    samples.lengths.append(checked_tokens(integer(value, "length")))
+                    samples.take(checked_tokens(integer(value, "length")))
             except ArgumentError:
                 raise
             except ValueError as error:
@@ -108,22 +113,24 @@ def read_samples(
     return samples
 
 
-def _all_of(path: str, may_be_empty: bool = False) -> Samples:
-    """For commands that say nothing of rows left out."""
+def _all_of(path: str, *, may_have_masks: bool, may_be_empty: bool = False) -> Samples:
+    """For commands that say nothing of rows left out. may_have_masks: otherwise the model has one for all."""
     samples = read_samples(path, None, may_be_empty=may_be_empty)
     if samples.bad_rows:
         raise ArgumentError(f"--lengths: {path}: {samples.left_out()}")
+    if not may_have_masks and isinstance(samples.lengths, list):
+        raise ArgumentError(f"--lengths: {path}: got masks of samples, expected lengths alone: the model has one mask")
     return samples
 
 
-def lengths_of(path: str) -> array[int]:
-    """The lengths of all samples. Raises ArgumentError, OSError."""
-    return _all_of(path).lengths
+def lengths_of(path: str) -> Sequence[int]:
+    """The lengths of all samples, for commands whose samples have one mask. Raises ArgumentError, OSError."""
+    return _all_of(path, may_have_masks=False).lengths
 
 
-def steps_of(path: str) -> list[list[list[int]]]:
+def steps_of(path: str, may_have_masks: bool) -> list[list[list[int]]]:
     """The batches of a file that has them as they were drawn, [step][rank]. Raises ArgumentError, OSError."""
-    samples = _all_of(path, may_be_empty=True)
+    samples = _all_of(path, may_have_masks=may_have_masks, may_be_empty=True)
     if not samples.steps or sum(len(lens) for step in samples.steps for lens in step) != len(samples.lengths):
         raise ArgumentError(
             f"--lengths: {path}: got lengths without ranks, expected a list for each rank, or a list of such steps"
@@ -132,19 +139,22 @@ def steps_of(path: str) -> list[list[list[int]]]:
 
 
 def _take_step(step: list[Any], samples: Samples) -> None:
-    """A batch as it was drawn: a list of lengths for each rank."""
+    """A batch as it was drawn: a list of lengths, or of objects of a length and a mask, for each rank."""
     if not step or not all(isinstance(lens, list) for lens in step):
         raise ValueError("got a list, expected a list of lengths for each rank")
     if samples.steps and len(step) != len(samples.steps[0]):
         raise ValueError(f"got {len(step)} ranks, expected {len(samples.steps[0])}, as the first step has")
     checked = [[_length_on(rank, length) for length in lens] for rank, lens in enumerate(step)]
     samples.steps.append(checked)
-    samples.lengths.extend(itertools.chain.from_iterable(checked))
+    for length in itertools.chain.from_iterable(checked):
+        samples.take(length)
     samples.read_as = f"tokens of the samples of each batch, as {len(step)} ranks drew it"
 
 
 def _length_on(rank: int, length: Any) -> int:
     try:
+        if isinstance(length, dict) and length.keys() == {"length", "mask"}:
+            return with_mask(checked_tokens(integer(length["length"], "length")), length["mask"])
         return checked_tokens(integer(length, "length"))
     except ValueError as error:
         raise ValueError(f"rank {rank}: {error}") from None

@@ -26,6 +26,7 @@ from knapformer import (
     plan_home,
     predict_step,
 )
+from knapformer.tools.columns import MaskedLength
 
 Lengths = list[list[int]]  # for each rank the lengths of its sequences, in tokens
 
@@ -35,6 +36,11 @@ PEAK_TFLOPS = {"h100": 989.0, "h200": 989.0, "published": 989.0, "h100-pcie": 75
 # Names of ways that are not those of a topology alone.
 NO_BALANCER = "no balancer"
 PLANNED_STEP = "step planned"  # all micro-batches at once, by ranks that load what they compute
+
+
+def has_masks(lengths: Iterable[Iterable[int]]) -> bool:
+    """Whether samples have masks of their own."""
+    return any(isinstance(length, MaskedLength) for lens in lengths for length in lens)
 
 
 def batches_of_step(step: int, num_micro_batches: int) -> range:
@@ -86,14 +92,20 @@ class Planning(Cost):
         """routed: tokens travel in the model; otherwise ranks load what they compute; None: as the model says. others:
         arguments of `knapformer.plan`, in place of these."""
         model = self.model if routed is None else self.model.replace(routed=routed)
-        return knapformer.plan(lengths, topology, self, **({"model": model, "solver": self.solver} | others))
+        own: dict[str, Any] = {"model": model, "solver": self.solver}
+        if has_masks(lengths):
+            own["masks"] = [list(map(self.mask_of, lens)) for lens in lengths]
+        return knapformer.plan(lengths, topology, self, **(own | others))
 
     def home(self, lengths: Lengths) -> Plan:
         """Every sequence at home. It does not depend on the solver: the fastest is taken."""
         return plan_home(self.plan(lengths, f"g1n{len(lengths)}", solver="greedy"))
 
+    def mask_of(self, length: int) -> str:
+        return length.mask if isinstance(length, MaskedLength) else self.mask
+
     def work(self, length: int) -> float:
-        return WorkloadModel(self.gamma).work(length, self.d_model, self.mask)
+        return WorkloadModel(self.gamma).work(length, self.d_model, self.mask_of(length))
 
 
 @dataclass(frozen=True)
@@ -259,9 +271,15 @@ def _hfu_of(
 
 
 def forward_flops(plans: Iterable[Plan], mask: str) -> float:
-    """FLOPs of one block on all tokens of some plans. Attention's count in full, whatever gamma the plans have."""
-    in_full = WorkloadModel(gamma=1.0)
-    return sum(in_full.work(n, plan.d_model, mask) for plan in plans for lens in plan.seq_lens for n in lens)
+    """FLOPs of one block on all tokens of some plans. Attention's count in full, whatever gamma the plans have.
+
+    mask: of plans that hold none."""
+    in_full, total = WorkloadModel(gamma=1.0), 0.0
+    for plan in plans:
+        lens = [length for of_rank in plan.seq_lens for length in of_rank]
+        masks = plan.masks or [mask] * len(lens)
+        total += sum(in_full.work(n, plan.d_model, of) for n, of in zip(lens, masks, strict=True))
+    return total
 
 
 def hardware_flops_utilization(

@@ -16,7 +16,7 @@ from ranks import error_of
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from knapformer import Cluster, SequenceBalancer, TrainedModel, plan
+from knapformer import BalancedBatchSampler, Cluster, SequenceBalancer, TrainedModel, plan
 
 DIM = 4
 CLUSTER = Cluster(flops_per_s=1e6, node_latency_s=0)  # on which sharing costs little
@@ -110,7 +110,29 @@ def check_refusals(rank: int, world_size: int) -> None:
     )
 
 
-CHECKS: list[Check] = [check_all, check_refusals]
+def check_sampler(rank: int, world_size: int) -> None:
+    """Ranks load what they compute of samples with masks of their own; each sample's rows against dense attention."""
+    draw, num_shared = random.Random(0), 0
+    lens = [draw.choice([1, 5, 17, 41, 90]) for _ in range(24)]
+    masks, cost = [random_mask(draw, n) for n in lens], cost_of(4)
+    samples = [torch.randn(3, n, 4, DIM, generator=torch.Generator().manual_seed(n), dtype=torch.float64) for n in lens]
+    sampler = BalancedBatchSampler(lens, batch_size=2, micro_batches=2, topology="g2/1n1", masks=masks, **cost)
+    balancer = SequenceBalancer("g2/1n1", **cost)
+    for i, indices in enumerate(sampler):
+        step, chunks = balancer.step(sampler.plan(*divmod(i, 2))), sampler.chunks(*divmod(i, 2))
+        assert indices == [index for index, _, _ in chunks]
+        q, k, v = torch.cat([samples[index][:, begin:end] for index, begin, end in chunks], 1)
+        expected = [
+            dense_attention(of[0], of[1][:, :1], of[2][:, :1], dense_mask(masks[index], lens[index]))[begin:end]
+            for index, begin, end in chunks
+            for of in [samples[index]]
+        ]
+        torch.testing.assert_close(step.attention(q, k[:, :1], v[:, :1]), torch.cat(expected), rtol=0, atol=1e-11)
+        num_shared += sum(end - begin < lens[index] for index, begin, end in chunks)
+    assert num_shared > 0
+
+
+CHECKS: list[Check] = [check_all, check_refusals, check_sampler]
 
 
 def test_on_two_ranks() -> None:

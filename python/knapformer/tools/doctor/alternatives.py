@@ -13,13 +13,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from knapformer import ArgumentError, TopologyOption, plan_home_bags, rank_topologies
+from knapformer import ArgumentError, TopologyOption, attention_pairs, plan_home_bags, rank_topologies
+from knapformer.tools.columns import MaskedLength
 from knapformer.tools.ways import (
     Draw,
     Lengths,
     Step,
     Way,
     at_home,
+    has_masks,
     lengths_of_step,
     micro_batches_of_step,
     planned_whole,
@@ -78,12 +80,22 @@ def one_by_one(draw: Draw) -> Iterator[Step]:
 def _bucket_tops(pool: Sequence[int]) -> list[int]:
     """The longest sample of each bucket, ascending: a bucket for each length where there are few lengths, else buckets
     whose upper bounds have equal ratios."""
-    distinct = sorted(set(pool))
+    distinct = sorted(set(map(int, pool)))
     if len(distinct) <= _MAX_BUCKETS:
         return distinct
     low, high = distinct[0], distinct[-1]
     tops = [math.ceil(low * (high / low) ** ((i + 1) / _MAX_BUCKETS)) for i in range(_MAX_BUCKETS)]
     return sorted({distinct[bisect.bisect_right(distinct, min(top, high)) - 1] for top in tops})
+
+
+def _padded(length: int, tokens: int) -> int:
+    """A sample that is padded to so many tokens. A written mask is of its own length: then its share of pairs stays."""
+    if not isinstance(length, MaskedLength):
+        return tokens
+    try:
+        return MaskedLength(tokens, length.mask)
+    except ArgumentError:
+        return MaskedLength(tokens, f"density:{attention_pairs(length.mask, length) / length**2:.17f}")
 
 
 def lockstep_buckets(draw: Draw) -> Iterator[Step]:
@@ -111,7 +123,7 @@ def lockstep_buckets(draw: Draw) -> Iterator[Step]:
             if draw.max_tokens:
                 size = max(1, min(size, draw.max_tokens // tops[bucket]))
             lens = [[pool[rng.randrange(first, ends[bucket])] for _ in range(size)] for _ in range(draw.num_ranks)]
-            plans.append(planning.home([[tops[bucket]] * size] * draw.num_ranks))
+            plans.append(planning.home([[_padded(length, tops[bucket]) for length in of_rank] for of_rank in lens]))
             own += planning.home(lens).ideal_time
         yield Step(plans, own_share=own / sum(plan.ideal_time for plan in plans))
 
@@ -221,10 +233,12 @@ def alternatives(case: Case, topologies: Sequence[str]) -> list[Alternative]:
 def ranked(draw: Draw) -> list[TopologyOption]:
     """Ranks topologies for micro-batches that are planned one by one, with tokens routed in the model."""
     of, drawn = draw.planning, itertools.chain.from_iterable(draw.batches[:_MAX_STEPS])
+    batches = list(itertools.islice(drawn, MAX_BATCHES))
+    is_masked = any(map(has_masks, batches))  # then the work tells topologies of the pairs
+    work = [[list(map(of.work, lens)) for lens in batch] for batch in batches] if is_masked else None
     return rank_topologies(
-        list(itertools.islice(drawn, MAX_BATCHES)), of, max_tokens_per_rank=draw.max_tokens,
-        model=of.model.replace(routed=True),
-    )  # fmt: skip
+        batches, of, max_tokens_per_rank=draw.max_tokens, work=work, model=of.model.replace(routed=True)
+    )
 
 
 def sharing(ranking: Sequence[TopologyOption], count: int = 2) -> list[str]:

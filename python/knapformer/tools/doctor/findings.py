@@ -6,12 +6,13 @@ import argparse
 import html
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
-from knapformer import TopologyOption
+from knapformer import TopologyOption, attention_pairs
 from knapformer._core import DEFAULT_GAMMA
 from knapformer.tools import cost_args
 from knapformer.tools.doctor.alternatives import MAX_BATCHES, Case, Result, gain
@@ -21,6 +22,7 @@ from knapformer.tools.doctor.verdict import Verdict
 from knapformer.tools.files import cells_of, show, table_of
 from knapformer.tools.presets import DEFAULT_PRESET, Preset
 from knapformer.tools.report.page import HtmlPage
+from knapformer.tools.ways import has_masks
 
 _T = TypeVar("_T")
 _HEADINGS = ("step s", "speed", "hours", "wait", "GB", "GiB")
@@ -79,6 +81,13 @@ class Findings:
         }
 
     @cached_property
+    def share_of_pairs(self) -> float:
+        """Of all pairs of the samples, those that their masks leave."""
+        counts, mask_of = Counter(self.source.pool), self.case.planning.mask_of
+        left = sum(count * attention_pairs(mask_of(length), length) for length, count in counts.items())
+        return left / sum(count * int(length) ** 2 for length, count in counts.items())
+
+    @cached_property
     def rows(self) -> list[dict[str, str]]:
         """Of the table of alternatives."""
         names = (result.alternative.name for result in self.results)
@@ -121,6 +130,8 @@ class Findings:
             "seed": case.seed,
             "d_model": planning.d_model,
             "gamma": planning.gamma,
+            "mask": planning.mask,
+            "share_of_pairs": self.share_of_pairs,
             "max_tokens_that_fit": case.max_tokens or None,
             **cost_args.settings_dict(planning),
             "alternatives": [
@@ -175,15 +186,18 @@ class Findings:
     def _what_to_change(self) -> str:
         """In code where it is this project's."""
         of, case, model = self.verdict.taken.alternative, self.case, f"diffusers' {self.preset.transformer}"
-        planning, takes = case.planning, self.preset.transformer
+        planning, masks = case.planning, has_masks([self.source.pool])
+        is_masked = masks or planning.mask != "full"
+        takes = "" if is_masked else self.preset.transformer  # these compute full attention
         settings = "" if planning.gamma == DEFAULT_GAMMA else f", gamma={planning.gamma:.3g}"
+        settings += f", mask={planning.mask!r}" if is_masked and not masks else ""
         settings += f", max_tokens_per_rank={case.max_tokens}" if case.max_tokens else ""
         if of.key == "sampler":
             packs = f"knapformer.balance(transformer), so that {model} takes samples of any sizes; " if takes else ""
             return (
                 "in the data loader, batch_sampler=knapformer.BalancedBatchSampler(lengths, "
                 f"batch_size={max(1, round(case.batch_size))}, d_model={planning.d_model}, "
-                f"micro_batches={case.micro_batches}{settings}); {packs}losses weighed with "
+                f"micro_batches={case.micro_batches}{settings}{', masks=masks' * masks}); {packs}losses weighed with "
                 "knapformer.losses.token_mean."
             )
         if not of.topology:
@@ -200,7 +214,9 @@ class Findings:
                 f"knapformer.balance(transformer, {balancer}), where transformer is {model}; then call it with a list "
                 f"of samples.{whole}"
             )
-        return f"the model calls route, attention and reverse_route of balancer = {balancer}.{whole}"
+        given = f" after balancer.plan_routing(seq_lens{', masks=masks' * masks})" if is_masked else ""
+        calls = "route, attention(q, k, v)" if is_masked else "route, attention"
+        return f"the model calls {calls} and reverse_route of balancer = {balancer}{given}.{whole}"
 
     def _assumed(self) -> list[str]:
         source, case, preset = self.source, self.case, self.preset
@@ -214,6 +230,8 @@ class Findings:
             f"{digits(case.batch_size)} samples x {case.micro_batches} micro-batches each; FSDP2: ranks wait in every "
             "micro-batch.",
         ]
+        if self.share_of_pairs < 1:
+            lines.append(f"Masks leave {self.share_of_pairs:.1%} of the samples' (query, key) pairs.")
         if case.job_ranks:
             lines.append(
                 f"Simulated: {case.num_ranks:,} of the {case.job_ranks:,} ranks, in {len(case.batches)} steps. With "
@@ -281,6 +299,7 @@ def write_page(path: str, found: Findings) -> None:
         "lengths": source.description, "model": found.preset.name, "ranks": source.num_ranks,
         "ranks that are simulated": case.num_ranks, "samples of a micro-batch": case.batch_size,
         "micro-batches": case.micro_batches, "width": case.planning.d_model, "gamma": case.planning.gamma,
+        "pairs that masks leave": f"{found.share_of_pairs:.1%}",
         **case.planning.cluster.to_dict(), **case.planning.model.to_dict(),
     }  # fmt: skip
     said = " ".join(filter(None, (found.verdict_text, verdict.aside())))
