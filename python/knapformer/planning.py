@@ -112,7 +112,8 @@ def attention_pairs(mask: str, seq_len: SupportsIndex) -> int:
     """How many (query, key) pairs a mask leaves of a sequence of `seq_len` tokens.
 
     mask: 'full', 'causal', 'prefix:TEXT', 'block_causal:TEXT:FRAME' or 'window:LEFT:RIGHT' with counts of tokens (FRAME
-    at least 1), or 'density:SHARE' with a share from 0 to 1. Raises ArgumentError.
+    at least 1), 'density:SHARE' with a share from 0 to 1, or a written one of this length, such as 'c120 f1024'
+    (docs/masks.md). Raises ArgumentError.
     """
     return _core.attention_pairs(mask, seq_len)
 
