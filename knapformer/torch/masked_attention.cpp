@@ -1,6 +1,5 @@
 #include "knapformer/torch/masked_attention.h"
 
-#include <ATen/Context.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
@@ -268,7 +267,7 @@ MaskTables::MaskTables(MaskRows rows) : rows_(std::move(rows)) {
   }
 }
 
-void MaskTables::make_blocks() {
+void MaskTables::make_blocks(bool pinned) {
   if (blocks_.defined()) return;
   const MaskBlocks blocks = MaskBlocks::of(rows_, kBlockSize);
   std::vector<int32_t> all;
@@ -286,7 +285,7 @@ void MaskTables::make_blocks() {
     all.insert(all.end(), lists->counts.begin(), lists->counts.end());
     all.insert(all.end(), lists->indices.begin(), lists->indices.end());
   }
-  blocks_ = at::empty({std::ssize(all)}, at::TensorOptions(at::kInt).pinned_memory(at::hasCUDA()));
+  blocks_ = at::empty({std::ssize(all)}, at::TensorOptions(at::kInt).pinned_memory(pinned));
   std::ranges::copy(all, blocks_.mutable_data_ptr<int32_t>());
 }
 
@@ -294,7 +293,7 @@ const MaskTables::Blocks& MaskTables::blocks_on(at::Device device) {
   for (const auto& [on, known] : copies_) {
     if (on == device) return known;
   }
-  make_blocks();
+  make_blocks(/*pinned=*/!device.is_cpu());
   const at::Tensor copied = blocks_.to(device, /*non_blocking=*/true);
   int64_t next = 0;
   const auto take = [&](int64_t size) {

@@ -37,8 +37,8 @@ class MaskTables {
   };
   /// Copied to the device at the first call, without a wait.
   const Blocks& blocks_on(at::Device device);
-  /// Makes them on the host, in pinned memory, so that blocks_on has only to copy. On any thread.
-  void make_blocks();
+  /// Makes them on the host, so that blocks_on has only to copy them. pinned: for an accelerator. On any thread.
+  void make_blocks(bool pinned);
 
  private:
   MaskRows rows_;

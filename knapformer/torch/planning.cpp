@@ -147,8 +147,8 @@ void RankPlan::pack_ahead(const TablesDevice& on) {
   pack(on);
   if (!on.takes_masks || plan->input().masks.empty()) return;
   make_masks();
-  for (const SequenceRows& rows : on.device.is_cpu() ? std::vector<SequenceRows>() : attended)
-    rows.masks->make_blocks();
+  if (on.device.is_cpu()) return;
+  for (const SequenceRows& rows : attended) rows.masks->make_blocks(/*pinned=*/true);
 }
 
 RankPlan::TablesOnDevice& RankPlan::pack(const TablesDevice& on) {
