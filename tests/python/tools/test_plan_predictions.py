@@ -81,8 +81,9 @@ def test_utilization_needs_a_peak(tmp_path, capsys):
     assert json.loads(target.read_text())["points"][0]["hfu"] is None
 
 
-def test_the_tables_in_the_docs_are_the_generated_ones():
-    command = [sys.executable, str(ROOT / "docs/cluster_model.py"), "--check"]
+@pytest.mark.parametrize("script", ["cluster_model.py", "paper.py"])
+def test_the_tables_in_the_docs_are_the_generated_ones(script):
+    command = [sys.executable, str(ROOT / "docs" / script), "--check"]
     assert subprocess.run(command, capture_output=True, timeout=300, check=False).returncode == 0
 
 
