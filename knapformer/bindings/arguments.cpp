@@ -81,6 +81,11 @@ std::string text_from(py::handle object, std::string_view argument) {
   return *std::move(value);
 }
 
+bool flag_from(py::handle object, std::string_view argument) {
+  if (!PyBool_Check(object.ptr())) throw_argument(argument, shown(object), "True or False");
+  return object.is(py::handle(Py_True));
+}
+
 std::string solver_from(py::handle object) {
   return object.is_none() ? std::string(planners().front().name) : text_from(object, "solver");
 }

@@ -47,6 +47,7 @@ T integer_from(pybind11::handle object, std::string_view argument, T min = std::
 }
 double number_from(pybind11::handle object, std::string_view argument);
 std::string text_from(pybind11::handle object, std::string_view argument);
+bool flag_from(pybind11::handle object, std::string_view argument);
 /// An instance of a class of this module, or of one that it imports.
 template <class T>
 T& instance_from(pybind11::handle object, std::string_view argument, std::string_view expected) {

@@ -21,10 +21,7 @@ T to_python(T value) {
 void set_field(double& field, py::handle value, const char* name) { field = number_from(value, name); }
 void set_field(int32_t& field, py::handle value, const char* name) { field = integer_from<int32_t>(value, name); }
 void set_field(StepMode& field, py::handle value, const char* name) { field = parse_step_mode(text_from(value, name)); }
-void set_field(bool& field, py::handle value, const char* name) {
-  if (!PyBool_Check(value.ptr())) throw_argument(name, shown(value), "True or False");
-  field = value.is(py::handle(Py_True));
-}
+void set_field(bool& field, py::handle value, const char* name) { field = flag_from(value, name); }
 
 /// The record with the fields that `changes` names; every field is a keyword argument, and no other name is.
 template <class Record>

@@ -10,6 +10,10 @@ int32_t micro_batches_from(const py::object& count) {
   return integer_from<int32_t>(count, "micro_batches", 1, StepInput::kMaxMicroBatches);
 }
 
+std::tuple<PlanningAhead&> ahead_from(const py::object& ahead) {
+  return {instance_from<PlanningAhead>(ahead, "ahead", "what start_planning returned")};
+}
+
 }  // namespace
 
 void bind_planning_ahead(py::module_& m) {
@@ -51,42 +55,38 @@ void bind_planning(BalancerClass& balancer) {
            })
       .def("start_planning",
            [](SequenceBalancer& self, const py::object& seq_lens, const py::object& d_model,
-              const py::object& micro_batches, bool ended, std::optional<std::string> failure, const py::object& masks,
-              const py::object& work, std::shared_ptr<Samples> samples, const py::object& max_bytes_in_flight) {
+              const py::object& micro_batches, const py::object& ended, const py::object& failure,
+              const py::object& masks, const py::object& work, const py::object& samples,
+              const py::object& max_bytes_in_flight) {
              return convert_then_call(
                  self,
                  [&] {
-                   return std::tuple(
-                       samples ? samples->seq_lens() : lengths_from(seq_lens), width_from(d_model),
-                       StepData{.masks = masks_from(masks),
-                                .work = work_from(work),
-                                .num_micro_batches = micro_batches_from(micro_batches),
-                                .ended = ended,
-                                .failure = std::move(failure),
-                                .samples = samples,
-                                .max_bytes_in_flight = integer_from(max_bytes_in_flight, "max_bytes_in_flight")});
+                   StepData data{.masks = masks_from(masks),
+                                 .work = work_from(work),
+                                 .num_micro_batches = micro_batches_from(micro_batches),
+                                 .ended = flag_from(ended, "ended"),
+                                 .max_bytes_in_flight = integer_from(max_bytes_in_flight, "max_bytes_in_flight")};
+                   if (!failure.is_none()) data.failure = text_from(failure, "failure");
+                   if (!samples.is_none()) {
+                     instance_from<Samples>(samples, "samples", "Samples, or None");
+                     data.samples = samples.cast<std::shared_ptr<Samples>>();
+                   }
+                   std::vector<int64_t> lens = data.samples ? data.samples->seq_lens() : lengths_from(seq_lens);
+                   return std::tuple(std::move(lens), width_from(d_model), std::move(data));
                  },
                  &SequenceBalancer::start_planning);
            })
       .def("finish_planning",
            [](SequenceBalancer& self, const py::object& ahead) {
-             return convert_then_call(
-                 self,
-                 [&] {
-                   return std::tuple<PlanningAhead&>(
-                       instance_from<PlanningAhead>(ahead, "ahead", "what start_planning returned"));
-                 },
-                 &SequenceBalancer::finish_planning);
+             return convert_then_call(self, [&] { return ahead_from(ahead); }, &SequenceBalancer::finish_planning);
            })
       .def("start_moving",
-           [](SequenceBalancer& self, const std::shared_ptr<PlanningAhead>& ahead) {
-             const py::gil_scoped_release release;
-             self.start_moving(*ahead);
+           [](SequenceBalancer& self, const py::object& ahead) {
+             convert_then_call(self, [&] { return ahead_from(ahead); }, &SequenceBalancer::start_moving);
            })
       .def("finish_moving",
-           [](SequenceBalancer& self, const std::shared_ptr<PlanningAhead>& ahead) {
-             const py::gil_scoped_release release;
-             return self.finish_moving(*ahead);
+           [](SequenceBalancer& self, const py::object& ahead) {
+             return convert_then_call(self, [&] { return ahead_from(ahead); }, &SequenceBalancer::finish_moving);
            })
       .def("step",
            [](SequenceBalancer& self, const py::object& plan, const py::object& micro_batch) {

@@ -36,11 +36,16 @@ bool takes_masks(py::handle attend) {
   return PyFunction_Check(attend.ptr()) == 0 && py::bool_(py::getattr(attend, "takes_masks", py::bool_(false)));
 }
 
-/// The project's own kernel, for the masks of the plan.
+/// Chooses the kernel of attention without `attend`, by the text of the mask of all sequences, None where they have
+/// several. Python sets it (knapformer/balancer.py).
+py::object& kernel_for() {
+  static auto* const hook = new py::object(py::none());  // never destroyed: the interpreter may have ended before
+  return *hook;
+}
+
 py::object own_kernel(const Step& self) {
-  const std::optional<Mask> mask = self.common_mask();
-  return py::module_::import("knapformer.models.attention")
-      .attr("kernel_for")(mask ? py::cast(mask->str()) : py::none());
+  const std::optional<Mask>& mask = self.common_mask();
+  return kernel_for()(mask ? py::cast(mask->str()) : py::none());
 }
 
 /// Calls `attend` under the GIL, whether or not the caller holds it.
@@ -111,31 +116,7 @@ KernelMask mask_from(const py::object& mask, const py::object& attend) {
 }  // namespace
 
 void bind_step(py::module_& m) {
-  py::class_<MaskTables, std::shared_ptr<MaskTables>>(m, "MaskTables", "What packed queries of attention see.")
-      .def(py::init([](const py::object& masks, const py::object& seq_lens) {
-             const std::vector<int64_t> lens = lengths_from(seq_lens);
-             const std::vector<Mask> of_sequences = masks_from(masks);
-             if (of_sequences.size() != lens.size())
-               throw_argument("masks", text(of_sequences.size(), " masks"),
-                              text("one for each of the ", lens.size(), " sequences"));
-             MaskRows rows;
-             for (size_t s = 0; s < lens.size(); ++s)
-               rows.add(of_sequences[s], lens[s],
-                        {.first_query = 0, .num_queries = lens[s], .first_key = 0, .num_keys = lens[s]});
-             return std::make_shared<MaskTables>(std::move(rows));
-           }),
-           py::arg("masks"), py::arg("seq_lens"))
-      .def_property_readonly("num_queries", [](const MaskTables& t) { return t.rows().num_queries; })
-      .def_property_readonly("num_keys", [](const MaskTables& t) { return t.rows().num_keys; })
-      .def_property_readonly("runs", &MaskTables::runs, "For the op knapformer::masked_attention (masked_attention.h).")
-      .def(
-          "blocks_on",
-          [](MaskTables& t, const at::Device& device) {
-            const MaskTables::Blocks& blocks = t.blocks_on(device);
-            return std::make_tuple(blocks.bounds, blocks.lists);
-          },
-          py::arg("device"),
-          "For FlexAttention: by range the first keys and ends of queries, and lists of blocks (masked_attention.h).");
+  m.def("set_kernel_for", [](py::object choose) { kernel_for() = std::move(choose); }, py::arg("choose"));
   py::class_<Step>(m, "Step", R"(A plan on this rank, with the tables and groups by which its tensors move.
 
 What balancer.step returns, and balancer.current. Its methods are those of SequenceBalancer, which go by the step in

@@ -15,4 +15,5 @@ using BalancerClass = pybind11::class_<knapformer::SequenceBalancer>;
 
 void bind_planning_ahead(pybind11::module_& m);
 void bind_planning(BalancerClass& balancer);  // lengths in, a plan out; what a step took, and its metrics
+void bind_masks(pybind11::module_& m);        // what packed queries see
 void bind_step(pybind11::module_& m);         // routing and attention

@@ -11,10 +11,8 @@ namespace {
 
 std::optional<ExchangeEngine> engine_from(const py::object& engine) {
   if (engine.is_none()) return std::nullopt;
-  const std::optional<std::string> name = as_text(engine);
-  if (name == "cpu") return ExchangeEngine::kCpu;
-  if (name == "device") return ExchangeEngine::kDevice;
-  throw_argument("engine", shown(engine), "'cpu' or 'device', or None");
+  if (as_text(engine) == "device") return ExchangeEngine::kDevice;
+  throw_argument("engine", shown(engine), "'device', or None");
 }
 
 ProcessGroupPtr group_from(const py::object& group) {
@@ -78,6 +76,7 @@ PYBIND11_MODULE(_torch, m) {
   py::module_::import("knapformer._core");   // Plan, and how errors translate
   py::module_::import("torch.distributed");  // ProcessGroup
   bind_planning_ahead(m);
+  bind_masks(m);
   bind_step(m);
   m.def(
       "refuse_balancer",

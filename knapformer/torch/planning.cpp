@@ -92,6 +92,7 @@ std::shared_ptr<RankPlan> RankPlan::make(std::shared_ptr<StepPlan> of_step, int3
                                                   .attention = make_attention_tables(*plan, rank)});
   step->seq_lens = lengths_tensor(step->plan->seq_lens().lens(rank));
   step->chunk_lens = lengths_tensor(step->route.chunk_lens);
+  step->common_mask = plan->input().common_mask();
   for (const AttentionLevel& level : step->attention.levels) {
     SequenceRows& rows = step->attended.emplace_back(rows_of(level.sequences));
     for (const AttentionLevel::Stage& stage : level.stages)
@@ -102,10 +103,10 @@ std::shared_ptr<RankPlan> RankPlan::make(std::shared_ptr<StepPlan> of_step, int3
 }
 
 void RankPlan::make_masks() {
-  for (size_t level = 0; level < attended.size(); ++level) {
-    if (!attended[level].masks)
-      attended[level].masks = std::make_shared<MaskTables>(MaskRows::of(*plan, attention.levels[level]));
-  }
+  if (attended[0].masks) return;
+  check_masks_run(plan->input());
+  for (size_t level = 0; level < attended.size(); ++level)
+    attended[level].masks = std::make_shared<MaskTables>(MaskRows::of(*plan, attention.levels[level]));
 }
 
 const std::shared_ptr<RankPlan>& PlannedStep::micro_batch(int32_t number, Rank rank) {

@@ -85,6 +85,7 @@ struct RankPlan {
   std::vector<SequenceRows> attended = {};    // by each attention level
   double planning_s = 0;                      // what it took to make all this
   HeadCounts heads = {};                      // of the last pre_attn
+  std::optional<Mask> common_mask = {};       // of all sequences, as PlanInput has it
   KernelMask kernel_mask = {};                // the last that was found to be the planned one
   /// Set until it is known: exchanges wait for it.
   std::optional<PlanAgreement> agreement = {};

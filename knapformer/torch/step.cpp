@@ -73,7 +73,7 @@ const RankPlan::PackedTables& Step::tables_on(at::Device device) const {
 
 void Step::check_mask(const KernelMask& mask) const {
   RankPlan& s = *rank_plan_;
-  if (!mask || mask == s.kernel_mask) return;
+  if (!mask || mask == s.kernel_mask || mask == s.common_mask) return;
   const PlanInput& input = s.plan->input();
   const auto described = [](const std::optional<Mask>& of, double pairs) {
     return text(of ? text("'", of->str(), "'") : "another mask", ", which leaves ", pairs, " (query, key) pairs");
@@ -101,13 +101,6 @@ void Step::check_cuts(bool cuts_queries) const {
                           " parts; or a plan of a TrainedModel without cuts_queries"));
     }
   }
-}
-
-std::optional<Mask> Step::common_mask() const {
-  const std::vector<Mask>& masks = plan().input().masks;
-  if (masks.empty()) return plan().input().mask_of(SequenceId(0));
-  const bool is_common = std::ranges::all_of(masks, [&](const Mask& mask) { return mask == masks[0]; });
-  return is_common ? std::optional(masks[0]) : std::nullopt;
 }
 
 void Step::make_masks(at::Device device) const {

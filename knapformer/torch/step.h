@@ -80,7 +80,7 @@ class Step {
   SharedAttention attention_on(at::Device device, const KernelMask& mask = Mask(), bool cuts_queries = false) const;
 
   /// The mask of every sequence, where all have the same one and it is known.
-  std::optional<Mask> common_mask() const;
+  const std::optional<Mask>& common_mask() const { return rank_plan_->common_mask; }
   /// Gives attention_on's composer the masks of its sequences (SequenceRows::masks), and those of plans to come.
   void make_masks(at::Device device) const;
 
@@ -103,7 +103,7 @@ class Step {
  private:
   const RankPlan::PackedTables& tables_on(at::Device device) const;
   void check_attention_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) const;
-  /// Looks at every sequence once a plan.
+  /// Where sequences have several masks, looks at each of them once a plan.
   void check_mask(const KernelMask& mask) const;
   void check_cuts(bool cuts_queries) const;
   SharedAttention shared_attention(at::Device device) const;

@@ -58,6 +58,16 @@ def _shapes_of_exchange(
     return outputs
 
 
+def _kernel_for(mask: str | None) -> Attend:
+    """The kernel of attention without `attend`. Its module loads FlexAttention, so it is imported when it is used."""
+    from knapformer.models.attention import kernel_for
+
+    return kernel_for(mask)
+
+
+_torch.set_kernel_for(_kernel_for)
+
+
 class SequenceBalancer(_torch.SequenceBalancer):
     """Balances the work of data-parallel ranks: tokens move at the start of the model, and back at its end.
 

@@ -31,17 +31,17 @@ class BlockGrid {
   }
 };
 
-/// Not known: nothing.
-void check(const std::optional<Mask>& mask) {
-  if (mask && mask->kind != Mask::Kind::kDensity) return;
-  throw_argument("mask", mask ? text("'", mask->str(), "'") : "a number of pairs alone",
+/// Null: not known.
+void check(const Mask* mask) {
+  if (mask != nullptr && mask->kind != Mask::Kind::kDensity) return;
+  throw_argument("mask", mask != nullptr ? text("'", mask->str(), "'") : "a number of pairs alone",
                  "a mask that says which keys a query sees, or a kernel (attend) that applies it");
 }
 
 }  // namespace
 
 void MaskRows::add(const Mask& mask, int64_t seq_len, const QueryPart& part) {
-  check(mask);
+  check(&mask);
   int64_t first = 0;
   for (const MaskRun& run : mask.runs(seq_len)) {
     const int64_t begin = std::max(first, part.first_query);
@@ -60,14 +60,17 @@ void MaskRows::add(const Mask& mask, int64_t seq_len, const QueryPart& part) {
 }
 
 MaskRows MaskRows::of(const Plan& plan, const AttentionLevel& level) {
-  // Those of all ranks, so that all throw.
-  for (SequenceId id(0); id.value < plan.num_sequences(); ++id.value) check(plan.input().mask_of(id));
   MaskRows rows;
   for (size_t s = 0; s < level.sequences.size(); ++s) {
     const SequenceId id = level.sequence_ids[s];
     rows.add(*plan.input().mask_of(id), plan.seq_lens()[id], level.sequences[s]);
   }
   return rows;
+}
+
+void check_masks_run(const PlanInput& input) {
+  if (!input.attention_pairs.empty() && input.masks.empty()) check(nullptr);
+  for (const Mask& mask : input.masks) check(&mask);
 }
 
 size_t MaskRows::max_ranges() const {

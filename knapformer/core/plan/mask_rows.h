@@ -17,13 +17,16 @@ struct MaskRows {
   /// Appends a part of a sequence. Throws ArgumentError (argument "mask") for a density, which says of no pair whether
   /// it is seen, and for a mask of another length.
   void add(const Mask& mask, int64_t seq_len, const QueryPart& part);
-  /// What attention sees at a level. Throws as add does, for any sequence of the plan, and where the plan does not know
-  /// the mask of one.
+  /// What attention sees at a level. For a plan that passes check_masks_run.
   static MaskRows of(const Plan& plan, const AttentionLevel& level);
 
   /// The most ranges of keys that a query sees.
   size_t max_ranges() const;
 };
+
+/// Throws ArgumentError (argument "mask") where the mask of any sequence says of no pair whether it is seen: a density,
+/// or one of which only the pairs are known. For a step it is called once, and throws on all ranks.
+void check_masks_run(const PlanInput& input);
 
 /// By block of queries the blocks of keys of which it sees some pairs; or by block of keys those of queries.
 struct BlockLists {

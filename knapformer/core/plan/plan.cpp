@@ -128,6 +128,12 @@ std::optional<Mask> PlanInput::mask_of(SequenceId id) const {
   return attention_pairs.empty() ? std::optional(Mask()) : std::nullopt;
 }
 
+std::optional<Mask> PlanInput::common_mask() const {
+  if (masks.empty()) return mask_of(SequenceId(0));
+  const bool is_common = std::ranges::all_of(masks, [&](const Mask& mask) { return mask == masks[0]; });
+  return is_common ? std::optional(masks[0]) : std::nullopt;
+}
+
 PlanInput::GroupSpeed PlanInput::group_speed(Rank first, int32_t num_ranks) const {
   GroupSpeed speed{.sum = 0, .slowest = speed_of(first)};
   for (int32_t r = first.value; r < first.value + num_ranks; ++r) {

@@ -81,6 +81,8 @@ struct PlanInput {
   void give_mask(const Mask& of_all);
   /// Not known: nothing.
   std::optional<Mask> mask_of(SequenceId id) const;
+  /// That of every sequence, where all have the same one and it is known. Looks at each sequence.
+  std::optional<Mask> common_mask() const;
 
   /// The work of the per-token layers, in FLOPs.
   double token_work(int64_t num_tokens) const { return token_part * workload.token_work(num_tokens, d_model); }

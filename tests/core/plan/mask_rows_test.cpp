@@ -114,14 +114,26 @@ TEST(MaskRows, BlocksAreThoseOfTheDenseMask) {
   EXPECT_GT(num_all, 1000);
 }
 
-TEST(MaskRows, ADensityIsRefused) {
-  MaskRows rows;
-  try {
-    rows.add(Mask::parse("density:0.5"), 4, {.first_query = 0, .num_queries = 4, .first_key = 0, .num_keys = 4});
-    FAIL();
-  } catch (const ArgumentError& error) {
-    EXPECT_TRUE(std::string(error.what()).starts_with("mask: got 'density:0.5', expected a mask that says which keys"));
-  }
+TEST(MaskRows, MasksThatDoNotSayWhichKeysAreSeenAreRefused) {
+  const auto refusal = [](auto call) {
+    try {
+      call();
+    } catch (const ArgumentError& error) {
+      return std::string(error.what());
+    }
+    return std::string();
+  };
+  const Mask density = Mask::parse("density:0.5");
+  const QueryPart whole{.first_query = 0, .num_queries = 4, .first_key = 0, .num_keys = 4};
+  const std::string words = "mask: got 'density:0.5', expected a mask that says which keys";
+  EXPECT_TRUE(refusal([&] { MaskRows().add(density, 4, whole); }).starts_with(words));
+
+  PlanInput input{.seq_lens = SequenceLengths::from_lists({{4}, {6}})};
+  EXPECT_EQ(refusal([&] { check_masks_run(input); }), "");  // full attention
+  input.give_masks({Mask::parse("causal"), density});
+  EXPECT_TRUE(refusal([&] { check_masks_run(input); }).starts_with(words));
+  input.masks.clear();
+  EXPECT_TRUE(refusal([&] { check_masks_run(input); }).starts_with("mask: got a number of pairs alone, expected"));
 }
 
 }  // namespace
