@@ -94,8 +94,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
     batch_size: mean number of samples of a rank in a micro-batch.
     micro_batches: the number of them in an optimizer step: so many lists make a step, on every rank.
     topology: of bags of ranks, as a SequenceBalancer takes it ("g2/1n4"), the same in all steps: not "auto", but
-        what `rank_topologies` puts first. For models that compute a part of a sample and call the balancer's attention;
-        balanced models of diffusers compute samples whole. None: every sample is whole on one rank.
+        what `rank_topologies` puts first. For models that compute a part of a sample and call the balancer's attention,
+        such as those of `knapformer.balance`, called with placed=True. None: every sample is whole on one rank.
     repeats: how often a sample stands in an epoch: an integer for all, or one for each, in the form of `lengths`; 0
         leaves it out. An epoch is that of a DistributedSampler over data in which each sample stands so often, in
         adjacent places. None: once.

@@ -49,6 +49,15 @@ class Home:
 
 
 @dataclass(frozen=True, eq=False)
+class Part:
+    """What predictions are made of: one, or of video and audio each one."""
+
+    out: Tensor  # (rows, channels), packed
+    lens: list[int]  # rows of each sample
+    rows: Tensor | None = None  # where they lie among the tokens at home, on the device; None: they are all tokens
+
+
+@dataclass(frozen=True, eq=False)
 class Packed:
     """The last argument of every packed call of a module.
 
@@ -218,9 +227,8 @@ class Adapter(ABC):
         """All blocks: (chunk tokens, width) -> the same."""
 
     @abstractmethod
-    def head(self, model: Any, x: Tensor, home: Home) -> tuple[list[Any], Any]:
-        """(tokens, width) at home -> a prediction for each sample, and the tensor that was split into them; or a tuple
-        of tensors for each, and a tuple of those that were split."""
+    def head(self, model: Any, x: Tensor, home: Home) -> list[Part]:
+        """(tokens, width) at home -> the parts of a prediction, each of which `predictions` splits into samples."""
 
     def predictions(self, model: Any, out: Tensor, lens: Sequence[int], home: Home) -> list[Tensor]:
         """(tokens, channels) -> (1, tokens, channels) of each sample, or what its grid is a picture or video of."""

@@ -67,6 +67,9 @@ def balance(
     balancer: forward and backward are then collective over its ranks, whose samples are moved between them; a rank
         without samples calls with an empty list. In a loop over a BalancedLoader, whose samples are still on the ranks
         that drew them: `transformer(samples, planned=True)`.
+        Where all ranks that share a sample have loaded it (BalancedBatchSampler with bags):
+        `balancer.follow(sampler.plan(...))`, then `transformer(samples, placed=True)`. Only attention exchanges tokens;
+        Predictions.own says which numbers this rank has computed.
         None: the samples of this rank alone, each whole. So for samples that lie where they are computed: those of a
         BalancedBatchSampler without a topology, and of a BalancedStepLoader in bags of one rank (g1n8).
     max_text_tokens: for models that cross-attend to their text: the tokens that a travelling text has room for. The
@@ -184,7 +187,7 @@ def _reported(balancer: SequenceBalancer | None) -> Iterator[None]:
         raise
 
 
-def _packed_call(model: Any, samples: Sequence[Sample], *, planned: bool = False) -> Predictions:
+def _packed_call(model: Any, samples: Sequence[Sample], *, planned: bool = False, placed: bool = False) -> Predictions:
     state: _Balanced = model.__dict__[_STATE]
     adapter, balancer = state.adapter, state.balancer
     with _reported(balancer):
@@ -197,9 +200,20 @@ def _packed_call(model: Any, samples: Sequence[Sample], *, planned: bool = False
             return model._gradient_checkpointing_func(block, *args)
         return block(*args)
 
-    step = PackedStep(home.seq_lens, home.x.shape[1], balancer, adapter.mask(model), planned)
+    step = PackedStep(home.seq_lens, home.x.shape[1], balancer, adapter.mask(model), planned, placed)
     x, features, of_chunk = step.enter(home.x, home.features, home.sequence_features)
     chunks = adapter.chunks(model, step, x, features, of_chunk)
-    x = step.leave(adapter.compute(model, x, of_chunk, chunks, run))
-    predictions, outs = adapter.head(model, x, home)
-    return Predictions(predictions, zero=sum(out[:0].sum() for out in (outs if isinstance(outs, tuple) else (outs,))))
+    parts = adapter.head(model, step.leave(adapter.compute(model, x, of_chunk, chunks, run)), home)
+    zero = torch.stack([part.out[:0].sum() for part in parts]).sum()
+    predictions = [adapter.predictions(model, part.out, part.lens, home) for part in parts]
+    if not placed:
+        return Predictions(_of_samples(predictions), zero)
+    own = [adapter.predictions(model, step.is_own(part.out, part.rows), part.lens, home) for part in parts]
+    for of_part, is_own in zip(predictions, own, strict=True):
+        of_part[:] = [torch.where(flags, of, torch.nan) for flags, of in zip(is_own, of_part, strict=True)]
+    return Predictions(_of_samples(predictions), zero, _of_samples(own))
+
+
+def _of_samples(parts: list[list[torch.Tensor]]) -> list[Any]:
+    """From a list for each part of a prediction: for each sample a tensor, or a tuple of its parts."""
+    return parts[0] if len(parts) == 1 else list(zip(*parts, strict=True))

@@ -93,12 +93,14 @@ def seeded(model: nn.Module, seed: int = 0) -> nn.Module:
     return model
 
 
-def sample_loss(prediction: Any, sample: Sample) -> Tensor:
-    """Against a target that is a function of the sample alone."""
+def sample_loss(prediction: Any, sample: Sample, own: Any = True) -> Tensor:
+    """Against a target that is a function of the sample alone. own: which numbers count here."""
     drawn = next(leaf for leaf in pytree.tree_leaves(dict(sample)) if isinstance(leaf, Tensor) and leaf.numel() > 1)
     generator = torch.Generator().manual_seed(int(drawn.sum().item() * 1e4) % (1 << 30))
     parts = pytree.tree_leaves(prediction)
-    return sum((part - torch.randn(part.shape, generator=generator)).square().mean() for part in parts)
+    flags = [torch.tensor(True)] * len(parts) if own is True else pytree.tree_leaves(own)
+    errors = [(part - torch.randn(part.shape, generator=generator)).square() for part in parts]
+    return torch.stack([torch.where(of, error, 0).mean() for of, error in zip(flags, errors, strict=True)]).sum()
 
 
 def one_by_one(model: nn.Module, samples: Sequence[Sample]) -> tuple[list[Any], dict[str, Tensor]]:
@@ -251,16 +253,40 @@ def _rank_main(rank: int, ranks: int, folder: str, model_class: type, adapter: t
     dist.destroy_process_group()
 
 
-def shared(small: SmallModel, rank: int, ranks: int, planned: TrainedModel | None = None) -> list[str]:
-    """What differs on this rank of a default group: all samples are those of the last ranks, the first has none."""
-    model, samples = small.make(), small.samples()
-    outputs, expected = one_by_one(model, samples)
-    balancer = SequenceBalancer(_TOPOLOGIES[ranks], cluster=_CLUSTER, model=planned)
-    home = [] if rank == 0 else list(range(rank - 1, len(samples), ranks - 1))
-    predictions = balance(model, balancer)([samples[i] for i in home])
-    sum((sample_loss(p, samples[i]) for i, p in zip(home, predictions, strict=True)), predictions.zero).backward()
-    got = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    for gradient in got.values():
-        dist.all_reduce(gradient)
-    unshared = [] if max(balancer.plan.degree_of_sequence) > 1 else ["no sequence was shared"]
-    return unshared + _differences(dict(zip(home, predictions, strict=True)), outputs, got, expected)
+def shared(
+    small: SmallModel, rank: int, ranks: int, planned: TrainedModel | None = None, group: Any = None
+) -> list[str]:
+    """What differs on this rank of a group, the default one if None. First all samples are those of the last ranks, and
+    the first rank has none; then each is on all ranks that compute a part of it."""
+    samples, models = small.samples(), [small.make(), small.make()]
+    outputs, expected = one_by_one(models[0], samples)
+    balancer = SequenceBalancer(_TOPOLOGIES[ranks], cluster=_CLUSTER, model=planned, group=group)
+
+    homes = [list(range(i - 1, len(samples), ranks - 1)) if i > 0 else [] for i in range(ranks)]
+    predictions = balance(models[0], balancer)([samples[i] for i in homes[rank]])
+    losses = [sample_loss(p, samples[i]) for i, p in zip(homes[rank], predictions, strict=True)]
+    sum(losses, predictions.zero).backward()
+    plan = balancer.plan
+    found = [] if max(plan.degree_of_sequence) > 1 else ["no sequence was shared"]
+    by_sample = dict(zip(homes[rank], predictions, strict=True))
+    found += _differences(by_sample, outputs, _summed_gradients(models[0], group), expected)
+
+    of_sequence = [i for home in homes for i in home]
+    placed = [of_sequence[i] for i, _, _ in plan.chunks_on(rank)]
+    balancer.follow(plan)
+    predictions = balance(models[1], balancer)([samples[i] for i in placed], placed=True)
+    whole, losses = [pytree.tree_map(lambda of: torch.zeros(of.shape), output) for output in outputs], []
+    for i, prediction, own in zip(placed, predictions, predictions.own, strict=True):
+        losses.append(sample_loss(prediction, samples[i], own))
+        whole[i] = pytree.tree_map(lambda of, flags: torch.where(flags, of.detach(), 0).contiguous(), prediction, own)
+    sum(losses, predictions.zero).backward()
+    for part in pytree.tree_leaves(whole):
+        dist.all_reduce(part, group=group)
+    differences = _differences(dict(enumerate(whole)), outputs, _summed_gradients(models[1], group), expected)
+    return found + [f"loaded by all ranks that share, {difference}" for difference in differences]
+
+
+def _summed_gradients(model: nn.Module, group: Any) -> dict[str, Tensor]:
+    for gradient in (found := gradients(model)).values():
+        dist.all_reduce(gradient, group=group)
+    return found

@@ -21,6 +21,7 @@ from knapformer.adapters.adapter import (
     Home,
     OfSequences,
     Packed,
+    Part,
     RunBlock,
     clip_half,
     expect,
@@ -162,11 +163,11 @@ class JointAdapter(Adapter):
         """For each list of blocks, what each block gets beside its tokens. cond (chunks, ...)."""
         return itertools.repeat((cond,)), itertools.repeat((cond,))
 
-    def head(self, model: Any, x: Tensor, home: Home) -> tuple[list[Tensor], Tensor]:
+    def head(self, model: Any, x: Tensor, home: Home) -> list[Part]:
         streams, image_lens, cond = home.rest
         _, image = streams.split(x)
         out = self.last(model, image, cond, Packed(Segments.of_lengths(image_lens, image.device)))
-        return self.predictions(model, out, image_lens, home), out
+        return [Part(out, image_lens, streams.image_rows)]
 
     def last(self, model: Any, image: Tensor, cond: Tensor, packed: Packed) -> Tensor:
         """(image tokens, width), cond (samples, ...) -> (image tokens, channels)."""

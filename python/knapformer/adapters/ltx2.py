@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from knapformer import ArgumentError
-from knapformer.adapters.adapter import Home, OfSequences, RunBlock, of_kinds, random_mask, runs_of
+from knapformer.adapters.adapter import Home, OfSequences, Part, RunBlock, of_kinds, random_mask, runs_of
 from knapformer.adapters.context import context_of_rows, rows_of_context
 from knapformer.adapters.joint import JointAdapter, JointChunks, PartChunks, counts_of
 from knapformer.adapters.samples import Samples
@@ -323,19 +323,18 @@ class LTX2(JointAdapter):
             audio, video = run(each, audio, video, texts, conds, chunks)
         return chunks.streams.join(*(F.pad(of, (0, x.shape[1] - of.shape[1])) for of in (audio, video)))
 
-    def head(self, model: Any, x: Tensor, home: Home) -> tuple[list[Any], Any]:
-        streams, times, lens = home.rest
-        outs = []
-        for prefix, of, time in zip(_PREFIXES, streams.split(x), times, strict=True):
+    def head(self, model: Any, x: Tensor, home: Home) -> list[Part]:
+        streams, times, both_lens = home.rest
+        parts, places = [], (streams.text_rows, streams.image_rows)
+        for prefix, of, time, lens, rows in zip(_PREFIXES, streams.split(x), times, both_lens, places, strict=True):
             project = getattr(model, f"{prefix}proj_out")
             of_runs, of_token = runs_of(time[:, 0], x.device)
             table = getattr(model, f"{prefix}scale_shift_table")
             cond = getattr(model, f"{prefix}time_embed")(of_runs, hidden_dtype=x.dtype)[1]
             shift, scale = (table + cond.unsqueeze(1)).unbind(1)
             normed = getattr(model, f"{prefix}norm_out")(of[:, : table.shape[1]])
-            outs.append(project(modulate(normed, shift, scale, of_token)))
-        audio, video = (self.predictions(model, out, of, home) for out, of in zip(outs, lens, strict=True))
-        return list(zip(video, audio, strict=True)), tuple(outs)
+            parts.append(Part(project(modulate(normed, shift, scale, of_token)), lens, rows))
+        return parts[::-1]  # a prediction is video and audio
 
 
 def _text_width(config: Any, prefix: str) -> int:

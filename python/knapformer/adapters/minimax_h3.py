@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from knapformer import ArgumentError
-from knapformer.adapters.adapter import Adapter, Chunks, Home, Packed, RunBlock, rotation_of, runs_of
+from knapformer.adapters.adapter import Adapter, Chunks, Home, Packed, Part, RunBlock, rotation_of, runs_of
 from knapformer.adapters.joint import self_attention, stream_block
 from knapformer.adapters.samples import Samples, on_host
 from knapformer.device_copies import to_device
@@ -165,16 +165,15 @@ class MiniMaxH3(Adapter):
     def _embedded(model: Any, times: Tensor) -> Tensor:
         return model.time_embedder(_like(model.time_embedder, model.time_proj(times)))
 
-    def head(self, model: Any, x: Tensor, home: Home) -> tuple[list[Any], Any]:
+    def head(self, model: Any, x: Tensor, home: Home) -> list[Part]:
         times, *modalities = home.rest
         times, of_token = runs_of(times, x.device)
         x = _like(model.proj_out, model.norm_out(x, self._embedded(model, times), Packed(of_token)))
-        outs = tuple(
-            to(x.index_select(0, to_device(places, x.device)))
-            for to, (places, _) in zip((model.proj_out, model.audio_proj_out), modalities, strict=True)
-        )
-        parts = [self.predictions(model, out, lens, home) for out, (_, lens) in zip(outs, modalities, strict=True)]
-        return list(zip(*parts, strict=True)), outs
+        parts = []
+        for project, (places, lens) in zip((model.proj_out, model.audio_proj_out), modalities, strict=True):
+            rows = to_device(places, x.device)
+            parts.append(Part(project(x.index_select(0, rows)), lens, rows))
+        return parts
 
 
 def _layout(size: Any, part: int) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from knapformer._core import check_mask
-from knapformer.adapters.adapter import Adapter, Chunks, Home, RunBlock, expect
+from knapformer.adapters.adapter import Adapter, Chunks, Home, Part, RunBlock, expect
 from knapformer.adapters.samples import Samples
 from knapformer.models.layers import rotations
 from knapformer.models.packing import positions
@@ -58,6 +58,5 @@ class Plain(Adapter):
             x = run(block, x, chunks)
         return x
 
-    def head(self, model: Any, x: Tensor, home: Home) -> tuple[list[Tensor], Tensor]:
-        out = model.out_proj(model.norm_out(x))
-        return self.predictions(model, out, home.seq_lens, home), out
+    def head(self, model: Any, x: Tensor, home: Home) -> list[Part]:
+        return [Part(model.out_proj(model.norm_out(x)), home.seq_lens)]

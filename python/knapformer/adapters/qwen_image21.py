@@ -19,6 +19,7 @@ from knapformer.adapters.adapter import (
     Home,
     OfSequences,
     Packed,
+    Part,
     RunBlock,
     clip_half,
     rotation_of,
@@ -191,16 +192,19 @@ class QwenImage21(Adapter):
             x = run(each, x, rows, chunks)
         return x
 
-    def head(self, model: Any, x: Tensor, home: Home) -> tuple[list[Any], Any]:
-        cond, known, kept = home.rest
+    def head(self, model: Any, x: Tensor, home: Home) -> list[Part]:
+        cond, known, _ = home.rest
         rows, of_token = _rows(home.seq_lens, known, cond)
         out = model.proj_out(model.norm_out(x, cond.flatten(0, 1).index_select(0, rows), Packed(of_token)))
-        predictions = self.predictions(model, out, home.seq_lens, home)
-        for i, is_kept in enumerate(kept):
+        return [Part(out, home.seq_lens)]
+
+    def predictions(self, model: Any, out: Tensor, lens: Sequence[int], home: Home) -> list[Tensor]:
+        predictions = super().predictions(model, out, lens, home)
+        for i, is_kept in enumerate(home.rest[2]):
             if not is_kept.all():
                 places = to_device(is_kept.nonzero().squeeze(1), out.device)
                 predictions[i] = out.new_zeros(1, len(is_kept), out.shape[1]).index_copy(1, places, predictions[i])
-        return predictions, out
+        return predictions
 
 
 def _rows(lens: Lengths, known: Tensor, cond: Tensor) -> tuple[Tensor, Segments]:

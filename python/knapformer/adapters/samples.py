@@ -230,12 +230,19 @@ class Predictions(Sequence[Any]):
 
         loss = sum((weigh(prediction, sample) for prediction, sample in zip(predictions, samples)), predictions.zero)
 
+    own: of a call with placed=True, for each prediction a tensor of flags of its shape (or a tuple of them): which
+    numbers this rank has computed. The others are NaN, and carry no gradient; each number is some rank's own. So the
+    parts of a loss on all ranks add up to that of whole samples, where each sums over its own numbers:
+
+        torch.where(own, (prediction - target).square(), 0).sum() / prediction.numel()
+
     It is a dataclass and registered with pytree, so that FSDP and DDP find the tensors inside for their backward hooks.
     accelerate's mixed precision makes outputs float32 that have a dtype and `float()`.
     """
 
     tensors: list[Any]
     zero: Tensor
+    own: list[Any] | None = None
 
     def __len__(self) -> int:
         return len(self.tensors)
@@ -248,12 +255,12 @@ class Predictions(Sequence[Any]):
         return self.zero.dtype
 
     def float(self) -> Predictions:
-        return Predictions(pytree.tree_map(torch.Tensor.float, self.tensors), self.zero.float())
+        return Predictions(pytree.tree_map(torch.Tensor.float, self.tensors), self.zero.float(), self.own)
 
 
 pytree.register_pytree_node(
     Predictions,
-    lambda predictions: ([*predictions.tensors, predictions.zero], None),
-    lambda parts, _: Predictions(list(parts)[:-1], list(parts)[-1]),
+    lambda predictions: ([*predictions.tensors, predictions.zero], predictions.own),
+    lambda parts, own: Predictions(list(parts)[:-1], list(parts)[-1], own),
     serialized_type_name="knapformer.adapters.Predictions",
 )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from knapformer import ArgumentError, StateError
-from knapformer.adapters.adapter import Adapter, Chunks, Home, RunBlock, rotation_of, rotation_rows, runs_of
+from knapformer.adapters.adapter import Adapter, Chunks, Home, Part, RunBlock, rotation_of, rotation_rows, runs_of
 from knapformer.adapters.context import context_of_rows, rows_of_context
 from knapformer.adapters.samples import Samples, one_after_another
 from knapformer.models.attention import PackedCrossAttention
@@ -173,13 +173,12 @@ class Wan(Adapter):
             x = run(each, x, text, image, time_rows, chunks)
         return x
 
-    def head(self, model: Any, x: Tensor, home: Home) -> tuple[list[Tensor], Tensor]:
+    def head(self, model: Any, x: Tensor, home: Home) -> list[Part]:
         times, of_token = runs_of(home.rest, x.device)
         cond = _time_embedding(model.condition_embedder, times, x.dtype)
         shift, scale = (model.scale_shift_table + cond.unsqueeze(1)).unbind(1)
         normed = modulate(model.norm_out(x.float()), shift, scale, of_token).to(x.dtype)
-        out = model.proj_out(normed)
-        return self.predictions(model, out, home.seq_lens, home), out
+        return [Part(model.proj_out(normed), home.seq_lens)]
 
     @staticmethod
     def _images(image_embedder: Any, samples: Samples, config: Any) -> tuple[Tensor, list[int]]:

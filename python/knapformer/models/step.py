@@ -8,12 +8,15 @@ Without a balancer the chunks are the rank's own sequences and nothing moves. So
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from knapformer import ArgumentError
+from knapformer.device_copies import to_device
 from knapformer.masked import as_autocast
 from knapformer.models.attention import PackedAttention
 from knapformer.models.packing import Segments, lengths_list
@@ -31,7 +34,10 @@ class PackedStep:
 
     seq_lens: tokens of each of this rank's sequences. d_model: width of the blocks, in features. mask: see
     PackedAttention; where the balancer has planned another one, `attention` raises ArgumentError. planned: the balancer
-    holds the plan of these sequences already, as in a loop over a BalancedLoader.
+    holds the plan of these sequences already, as in a loop over a BalancedLoader. placed: it
+    holds the plan of sequences that lie where they are computed, each on all ranks that share it, as a
+    BalancedBatchSampler with bags deals them. `enter` then takes the rows that this rank computes, and `leave` puts
+    them back among rows of zeros: nothing travels.
     """
 
     def __init__(
@@ -41,24 +47,39 @@ class PackedStep:
         balancer: SequenceBalancer | None = None,
         mask: str = "full",
         planned: bool = False,
+        placed: bool = False,
     ) -> None:
         self._step: Step | None = None  # held: what is computed again goes by it, whatever was planned meanwhile
         self._attend = PackedAttention(mask)
         self._seq_lens = list(seq_lens)
         self.chunk_lens = self._seq_lens
+        self._own: Tensor | None = None  # (tokens,) which this rank computes; None: all that it computes travel
         if balancer is None:
+            if placed:
+                raise ArgumentError("placed: got True, expected False without a balancer, whose plan places samples")
             return
-        if not planned:
+        if not (planned or placed):
             balancer.plan_routing(self._seq_lens, d_model)
         self._step = balancer.current
-        if (of_plan := self._step.seq_lens.tolist()) != self._seq_lens:
-            error = (
-                f"seq_lens: got {self._seq_lens}, expected {of_plan}, as the balancer has planned for this rank's own "
-                "samples; samples that have moved already, by a sampler's or a loader's plan, are computed without a "
-                "balancer in the model"
-            )
+        of_plan, chunks = self._step.seq_lens.tolist(), []
+        told = (
+            "this rank's own samples; those that a sampler's or a loader's plan has placed are computed without a "
+            "balancer in the model, or with placed=True"
+        )
+        if placed:
+            lens = list(itertools.chain(*self._step.plan.seq_lens))
+            chunks = [(lens[i], begin, end) for i, begin, end in self._step.plan.chunks_on(balancer.rank)]
+            of_plan = [length for length, _, _ in chunks]
+            told = "the samples that this rank computes, whole or in part (placed=True)"
+        if of_plan != self._seq_lens:
+            error = f"seq_lens: got {self._seq_lens}, expected {of_plan}, as the balancer has planned for {told}"
             balancer.report(error)
-            raise ValueError(error)
+            raise ArgumentError(error)
+        if placed:
+            counts = [(begin, end - begin, length - end) for length, begin, end in chunks]
+            flags = torch.tensor([False, True, False]).repeat(len(chunks))
+            self._own = flags.repeat_interleave(torch.tensor(counts, dtype=torch.int64).reshape(-1))
+            self.chunk_lens = [end - begin for _, begin, end in chunks]
 
     def enter(
         self, x: Tensor, features: Sequence[Tensor], sequence_features: Sequence[Tensor]
@@ -73,6 +94,10 @@ class PackedStep:
         """
         if self._step is None:
             return x, list(features), list(sequence_features)
+        if self._own is not None:
+            self._rows = to_device(self._own.nonzero().squeeze(1), x.device)
+            own = (rows[self._own] if rows.is_cpu else rows.index_select(0, self._rows) for rows in (x, *features))
+            return next(own), list(own), list(sequence_features)
         given, num_features = [*features, *sequence_features], len(features)
         moved: dict[int, Tensor] = {}
         for on_host in (True, False):
@@ -107,5 +132,15 @@ class PackedStep:
         """(chunk tokens, d_model) -> (tokens, d_model), in the order that `enter` was given."""
         if self._step is None:
             return x
+        if self._own is not None:
+            return x.new_zeros((len(self._own), *x.shape[1:])).index_copy(0, self._rows, x)
         _, x = self._step.reverse_route(x)
         return x
+
+    def is_own(self, like: Tensor, rows: Tensor | None) -> Tensor:
+        """Flags of the shape of `like`, (rows, ...): whether this rank computes the token that a row is of. rows: which
+        of the tokens of `leave`, on the device; None: all."""
+        assert self._own is not None
+        flags = to_device(self._own, like.device)
+        flags = flags if rows is None else flags.index_select(0, rows)
+        return flags.unsqueeze(1).expand_as(like)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from adapters.cases import Sample, SmallModel, cases, gradients, of, sample_loss
 from exactness_ranks import CLUSTER
-from knapformer.adapters.check import with_lora
+from knapformer.adapters.check import shared, with_lora
 from knapformer.adapters.registry import find_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -160,6 +160,8 @@ def on_ranks(rank: int, world: int) -> dict[tuple[str, int], Outcome]:
         of_pair = SequenceBalancer(TOPOLOGIES[2], group=pair.get_group(), cluster=CLUSTER)
         outcomes = {(name, 2): outcome for name, outcome in sharded_and_balanced(pair, of_pair).items()}
     else:
+        for name, case in cases().items():
+            assert shared(case, rank - 2, 2, group=pair.get_group()) == [], name
         outcomes = {
             (FROZEN, 2): ddp_with_frozen_base(rank, pair),
             (ADAPTED, 2): ddp_with_adapters(rank, pair),

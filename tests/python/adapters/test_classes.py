@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from adapters.cases import SIZES, Sample, cases
 from knapformer.adapters import registry
+from knapformer.adapters.adapter import Part
 from torch import nn
 
 import knapformer
@@ -92,9 +94,8 @@ def test_an_adapter_for_a_class_of_the_same_name_leaves_that_of_diffusers(monkey
     from knapformer.adapters import flux, register
 
     class Silent(flux.Flux):
-        def head(self, model: Any, x: torch.Tensor, home: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
-            predictions, out = super().head(model, x, home)
-            return [0 * p for p in predictions], out
+        def head(self, model: Any, x: torch.Tensor, home: Any) -> list[Part]:
+            return [dataclasses.replace(part, out=0 * part.out) for part in super().head(model, x, home)]
 
     monkeypatch.setattr(registry, "_ADAPTERS", dict(registry._ADAPTERS))
     models: list[Any] = [CASE.make(), CASE.make()]
