@@ -77,7 +77,7 @@ def mean_terms(plans: list[Plan], cluster: Cluster) -> dict[str, float]:
 
 def hfu(plans: list[Plan], step_s: float) -> float:
     """Of steps that take so long on the mean, on H100 devices."""
-    model, flops = plans[0].model, statistics.fmean(forward_flops([plan], "full") for plan in plans)
+    model, flops = plans[0].model, statistics.fmean(forward_flops([plan]) for plan in plans)
     peak = PEAK_TFLOPS["published"]
     utilization = hardware_flops_utilization(flops, model, step_s, NUM_RANKS, peak)
     assert utilization is not None

@@ -7,15 +7,20 @@ using namespace knapformer;  // NOLINT: this file is nothing but names of the li
 
 namespace {
 
-MaskTables tables_of(const py::object& masks, const py::object& seq_lens) {
+/// parts: of each sequence the first query, queries, the first key, keys; none: all of all.
+MaskTables tables_of(const py::object& masks, const py::object& seq_lens,
+                     const std::optional<std::vector<std::array<int64_t, 4>>>& parts) {
   const std::vector<int64_t> lens = lengths_from(seq_lens);
   const std::vector<Mask> of_sequences = masks_from(masks);
-  if (of_sequences.size() != lens.size())
+  if (of_sequences.size() != lens.size() || (parts && parts->size() != lens.size()))
     throw_argument("masks", text(of_sequences.size(), " masks"),
                    text("one for each of the ", lens.size(), " sequences"));
   MaskRows rows;
-  for (size_t s = 0; s < lens.size(); ++s)
-    rows.add(of_sequences[s], lens[s], {.first_query = 0, .num_queries = lens[s], .first_key = 0, .num_keys = lens[s]});
+  for (size_t s = 0; s < lens.size(); ++s) {
+    const auto [first_query, num_queries, first_key, num_keys] =
+        parts ? (*parts)[s] : std::array<int64_t, 4>{0, lens[s], 0, lens[s]};
+    rows.add(of_sequences[s], lens[s], {first_query, num_queries, first_key, num_keys});
+  }
   return MaskTables(std::move(rows));
 }
 
@@ -23,7 +28,7 @@ MaskTables tables_of(const py::object& masks, const py::object& seq_lens) {
 
 void bind_masks(py::module_& m) {
   py::class_<MaskTables, std::shared_ptr<MaskTables>>(m, "MaskTables", "What packed queries of attention see.")
-      .def(py::init(&tables_of), py::arg("masks"), py::arg("seq_lens"))
+      .def(py::init(&tables_of), py::arg("masks"), py::arg("seq_lens"), py::arg("parts") = py::none())
       .def_property_readonly("num_queries", [](const MaskTables& t) { return t.rows().num_queries; })
       .def_property_readonly("num_keys", [](const MaskTables& t) { return t.rows().num_keys; })
       .def_property_readonly("runs", &MaskTables::runs, "For the op knapformer::masked_attention (masked_attention.h).")

@@ -73,15 +73,16 @@ void give_work(PlanInput& input, py::handle lists) {
   input.give_work(list_like_lengths<double>(lists, "work", input.seq_lens, "a number", as_number));
 }
 
-/// Takes for each batch, for each rank a list of numbers.
-void give_work(std::vector<PlanInput>& batches, py::handle lists) {
+/// Takes for each batch what `give` takes of one.
+void give_each(std::vector<PlanInput>& batches, py::handle lists, std::string_view argument,
+               void (*give)(PlanInput&, py::handle)) {
   size_t num_lists = 0;
-  for_each_item(lists, "work", "None, or a list like batches, of numbers", [&](py::handle of_batch) {
-    if (num_lists < batches.size()) give_work(batches[num_lists], of_batch);
+  for_each_item(lists, argument, "None, or a list like batches", [&](py::handle of_batch) {
+    if (num_lists < batches.size()) give(batches[num_lists], of_batch);
     ++num_lists;
   });
   if (num_lists != batches.size())
-    throw_argument("work", text(num_lists, " lists"), text("one for each of the ", batches.size(), " batches"));
+    throw_argument(argument, text(num_lists, " lists"), text("one for each of the ", batches.size(), " batches"));
 }
 
 /// `fewest`: the number of micro-batches is chosen, too.
@@ -113,7 +114,7 @@ StepPlan plan_of(py::handle seq_lens_per_rank, py::handle topology, py::handle c
 }
 
 std::vector<TopologyOption> rank_topologies_of(py::handle batches, py::handle cost, py::handle max_tokens_per_rank,
-                                               py::handle work) {
+                                               py::handle masks, py::handle work) {
   PlanInput common = settings_from(cost, max_tokens_per_rank);
   common.d_model = width_from(cost.attr("d_model"));
   const std::string mask = text_from(cost.attr("mask"), "mask");
@@ -125,7 +126,8 @@ std::vector<TopologyOption> rank_topologies_of(py::handle batches, py::handle co
                   input.seq_lens = lengths_from(batch, argument);
                   input.give_mask(Mask::parse(mask));
                 });
-  if (!work.is_none()) give_work(inputs, work);
+  if (!masks.is_none()) give_each(inputs, masks, "masks", give_masks);
+  if (!work.is_none()) give_each(inputs, work, "work", give_work);
   const py::gil_scoped_release release;
   return rank_topologies(inputs, planners().front().name);
 }

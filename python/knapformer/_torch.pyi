@@ -21,7 +21,12 @@ class MaskTables:
     num_queries: Final[int]
     num_keys: Final[int]
     runs: Final[Tensor]
-    def __init__(self, masks: Sequence[str], seq_lens: Sequence[int] | Tensor) -> None: ...
+    def __init__(
+        self,
+        masks: Sequence[str],
+        seq_lens: Sequence[int] | Tensor,
+        parts: Sequence[tuple[int, int, int, int]] | None = ...,  # first query, queries, first key, keys
+    ) -> None: ...
     def blocks_on(self, device: device) -> tuple[list[tuple[Tensor, Tensor]], list[Tensor]]: ...
 
 class Step:

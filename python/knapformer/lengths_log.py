@@ -1,9 +1,10 @@
 """A log of the lengths that ranks draw, which `knapformer doctor` reads. Needs no torch, and no collective.
 
 A rank's file is lines of JSON. Each time that the rank opens it, it writes a line {"session": N}, where N is 0 in a new
-file and one more each time, and then a line for each batch, with the lengths that it drew. Only batches of the same
-session are paired: ranks of a run that was killed may have written different numbers of lines. Lines before the first
-session, as former versions wrote them, are of session 0.
+file and one more each time, and then a line for each batch, with the lengths that it drew; {"length": 40, "mask":
+"causal"} is one with a mask of its own. Only batches of the same session are paired: ranks of a run that was killed may
+have written different numbers of lines. Lines before the first session, as former versions wrote them, are of session
+0.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from knapformer._core import MAX_SEQUENCE_TOKENS, ArgumentError
+from knapformer._core import MAX_SEQUENCE_TOKENS, ArgumentError, attention_pairs
 
 
 class Recorder:
@@ -37,22 +38,25 @@ class Recorder:
         self._file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
         self._file.write(f"{cut}{_marker(session)}\n")
 
-    def __call__(self, seq_lens: Iterable[Any]) -> None:
+    def __call__(self, seq_lens: Iterable[Any], masks: Iterable[str] | None = None) -> None:
         """Logs the next batch (with accumulation: micro-batch) of this rank. seq_lens: the tokens of each sample, an
-        iterable or a tensor; empty for a batch without samples. Raises ArgumentError."""
+        iterable or a tensor; empty for a batch without samples. masks: of each sample the text of its mask; None: those
+        of the model. Raises ArgumentError."""
         try:
-            lens = list(seq_lens)
+            given = list(seq_lens)
         except (TypeError, RuntimeError):
             raise ArgumentError(f"seq_lens: got {seq_lens!r}, expected the tokens of each sample") from None
-        for place, length in enumerate(lens):
-            try:
-                lens[place] = tokens = operator.index(length)
-            except (TypeError, RuntimeError):  # the latter from tensors without values
-                expected = f"an integer, 1 to {MAX_SEQUENCE_TOKENS} tokens"
-                raise ArgumentError(f"seq_lens: got {length!r}, expected {expected}") from None
-            if not 1 <= tokens <= MAX_SEQUENCE_TOKENS:
-                raise ArgumentError(f"seq_lens: got {tokens}, expected 1 to {MAX_SEQUENCE_TOKENS} tokens")
-        self._file.write(json.dumps(lens) + "\n")
+        lens = list(map(_tokens, given))
+        if masks is None:
+            self._file.write(json.dumps(lens) + "\n")
+            return
+        of_samples = list(masks)
+        if len(of_samples) != len(lens):
+            raise ArgumentError(f"masks: got {len(of_samples)} masks, expected one for each of the {len(lens)} samples")
+        for mask, length in zip(of_samples, lens, strict=True):
+            attention_pairs(mask, length)  # an error for a text that is no mask of this length
+        samples = [{"length": n, "mask": mask} for n, mask in zip(lens, of_samples, strict=True)]
+        self._file.write(json.dumps(samples) + "\n")
 
     def close(self) -> None:
         self._file.close()
@@ -71,7 +75,7 @@ def record(folder: str | os.PathLike[str], rank: int | None = None, num_ranks: i
 
         with knapformer.record("lengths") as log:
             for batch in loader:
-                log(batch.seq_lens)
+                log(batch.seq_lens)  # with masks of samples: log(batch.seq_lens, batch.masks)
 
     Each rank writes a file of its own in `folder`, which all ranks may share. `BalancedLoader(record=log)` writes as
     it draws. An existing log is appended to; all ranks open it equally often, as batches are paired by that. rank,
@@ -87,6 +91,17 @@ def _from_environment(name: str, otherwise: int) -> int:
         return int(value)
     except ValueError:
         raise ArgumentError(f"{name}: got {value!r} in the environment, expected an integer") from None
+
+
+def _tokens(length: Any) -> int:
+    try:
+        tokens = operator.index(length)
+    except (TypeError, RuntimeError):  # the latter from tensors without values
+        expected = f"an integer, 1 to {MAX_SEQUENCE_TOKENS} tokens"
+        raise ArgumentError(f"seq_lens: got {length!r}, expected {expected}") from None
+    if not 1 <= tokens <= MAX_SEQUENCE_TOKENS:
+        raise ArgumentError(f"seq_lens: got {tokens}, expected 1 to {MAX_SEQUENCE_TOKENS} tokens")
+    return tokens
 
 
 def log_name(rank: int, num_ranks: int) -> str:

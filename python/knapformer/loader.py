@@ -106,11 +106,12 @@ class _Loader(Generic[Item]):
         return self._balancer.start_planning(seq_lens, ended=source.position.ended, **said, **of_step)
 
     def _lens_of(self, batch: Any) -> list[int] | Tensor:
-        """The lengths of a batch that was just drawn. Adds them to the log, if there is one."""
+        """The lengths of a batch that was just drawn. Adds them and its masks to the log, if there is one."""
         lens = self._seq_lens(batch)
         lens = lens if isinstance(lens, Tensor) else list(lens)  # an iterator can be read once
         if self._record is not None:
-            self._record(lens)
+            masks = self._said.get("masks")
+            self._record(lens, None if masks is None else masks(batch))
         return lens
 
     def state_dict(self) -> dict[str, Any]:
@@ -222,7 +223,7 @@ class BalancedLoader(_Loader[Batch]):
     empty: makes a batch without sequences.
     end: "longest": a pass lasts until all ranks have run out, and ranks that have run out before yield `empty()`, so
         that every batch of every rank is used once. "shortest": a pass lasts until one rank has run out.
-    record: a log of `knapformer.record`, to which the lengths of every batch that is drawn are written.
+    record: a log of `knapformer.record`, to which lengths and masks of every batch that is drawn are written.
     device: where the model's tensors will be ("cuda": the current one). The planning thread then packs the index tables
         of the first steps for it, too. None: the device is known from the first exchange on.
 

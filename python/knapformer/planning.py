@@ -58,6 +58,7 @@ def rank_topologies(
     cost: Cost | None = None,
     *,
     max_tokens_per_rank: SupportsIndex = 0,
+    masks: Iterable[Iterable[Iterable[str]] | str] | None = None,
     work: Iterable[Work] | None = None,
     **settings: Unpack[CostSettings],
 ) -> list[TopologyOption]:
@@ -67,10 +68,10 @@ def rank_topologies(
     within a thousandth of the time, the one that exchanges less comes first. Topologies that cannot keep
     max_tokens_per_rank come last, with an infinite predicted_time.
 
-    batches: of each, for each rank a list of lengths, in tokens. work: a list like `batches`, of numbers. The other
-    arguments are as in `plan`; effort and sync have no effect. Raises ArgumentError.
+    batches: of each, for each rank a list of lengths, in tokens. masks, work: lists like `batches`, of texts and of
+    numbers. The other arguments are as in `plan`; effort and sync have no effect. Raises ArgumentError.
     """
-    return _core.rank_topologies(batches, Cost.of(cost, settings), max_tokens_per_rank, work)
+    return _core.rank_topologies(batches, Cost.of(cost, settings), max_tokens_per_rank, masks, work)
 
 
 def predict_step(

@@ -243,6 +243,16 @@ def test_auto_chooses_from_lengths_and_heads():
     with pytest.raises(kf.ArgumentError, match=r"^work: got 3 lists, expected one for each of the 4 ranks"):
         kf.rank_topologies(batches, d_model=3072, work=[own[0][:3], own[1]])
 
+    # As work, masks belong to batches: what a topology is predicted to take is what its plan with these masks takes.
+    masks = [[["window:64:0"], ["full"], ["causal"], ["full"]], "causal"]
+    found = kf.rank_topologies(batches, d_model=3072, masks=masks)
+    assert found[0].predicted_time < ranking[0].predicted_time
+    plans = [kf.plan(lens, "g4n1", d_model=3072, masks=of) for lens, of in zip(batches, masks, strict=True)]
+    seconds = sum(kf.predict_step(plan).total_s for plan in plans) / 2
+    assert next(o for o in found if o.topology == "g4n1").predicted_time == pytest.approx(seconds)
+    with pytest.raises(kf.ArgumentError, match=r"^masks: got 1 lists, expected one for each of the 2 batches"):
+        kf.rank_topologies(batches, d_model=3072, masks=masks[:1])
+
 
 def test_planning_needs_no_torch():
     code = """

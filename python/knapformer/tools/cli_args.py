@@ -227,7 +227,7 @@ def mix_and_ranks(args: argparse.Namespace) -> tuple[DataMix, int]:
 def steps_from(args: argparse.Namespace, first: int, count: int) -> list[list[Lengths]]:
     """`count` steps of --lengths, from `first` on, cut into --micro-batches: [step][micro-batch][rank]. Raises
     ArgumentError, OSError."""
-    steps = steps_of(args.lengths, may_have_masks=hasattr(args, "mask"))
+    steps = steps_of(args.lengths)
     if args.ranks is not None and str(args.ranks) != str(len(steps[0])):
         raise ArgumentError(f"--ranks: got {args.ranks!r}, expected {len(steps[0])}, as --lengths has, or none")
     for option, got, most in (("--step", first, len(steps) - 1), ("--steps", count, len(steps) - first)):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from knapformer import ArgumentError, attention_pairs
@@ -52,6 +52,11 @@ class MaskedLength(int):
 
     def __hash__(self) -> int:
         return hash((int(self), self.mask))
+
+
+def has_masks(lengths: Iterable[Iterable[int]]) -> bool:
+    """Whether samples have masks of their own."""
+    return any(isinstance(length, MaskedLength) for lens in lengths for length in lens)
 
 
 class Columns:

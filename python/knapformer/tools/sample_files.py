@@ -20,7 +20,16 @@ from typing import Any, TextIO
 from knapformer import ArgumentError
 from knapformer.json_file import parse_json
 from knapformer.lengths_log import read_log
-from knapformer.tools.columns import Columns, MaskedLength, checked_tokens, integer, is_value, known_columns, with_mask
+from knapformer.tools.columns import (
+    Columns,
+    MaskedLength,
+    checked_tokens,
+    has_masks,
+    integer,
+    is_value,
+    known_columns,
+    with_mask,
+)
 from knapformer.tools.presets import Preset
 from knapformer.tools.trainer_caches import cached_samples
 
@@ -113,24 +122,28 @@ def read_samples(
     return samples
 
 
-def _all_of(path: str, *, may_have_masks: bool, may_be_empty: bool = False) -> Samples:
-    """For commands that say nothing of rows left out. may_have_masks: otherwise the model has one for all."""
+def _all_of(path: str, may_be_empty: bool = False) -> Samples:
+    """For commands that say nothing of rows left out."""
     samples = read_samples(path, None, may_be_empty=may_be_empty)
     if samples.bad_rows:
         raise ArgumentError(f"--lengths: {path}: {samples.left_out()}")
-    if not may_have_masks and isinstance(samples.lengths, list):
-        raise ArgumentError(f"--lengths: {path}: got masks of samples, expected lengths alone: the model has one mask")
     return samples
 
 
 def lengths_of(path: str) -> Sequence[int]:
-    """The lengths of all samples, for commands whose samples have one mask. Raises ArgumentError, OSError."""
-    return _all_of(path, may_have_masks=False).lengths
+    """The lengths of all samples, for commands whose model has one mask. Raises ArgumentError, OSError."""
+    lengths = _all_of(path).lengths
+    if has_masks([lengths]):
+        raise ArgumentError(
+            f"--lengths: {path}: got masks of samples, expected lengths alone: the model that is run here has one "
+            "mask; doctor, plan and replay count with those of samples"
+        )
+    return lengths
 
 
-def steps_of(path: str, may_have_masks: bool) -> list[list[list[int]]]:
+def steps_of(path: str) -> list[list[list[int]]]:
     """The batches of a file that has them as they were drawn, [step][rank]. Raises ArgumentError, OSError."""
-    samples = _all_of(path, may_have_masks=may_have_masks, may_be_empty=True)
+    samples = _all_of(path, may_be_empty=True)
     if not samples.steps or sum(len(lens) for step in samples.steps for lens in step) != len(samples.lengths):
         raise ArgumentError(
             f"--lengths: {path}: got lengths without ranks, expected a list for each rank, or a list of such steps"

@@ -26,7 +26,7 @@ from knapformer import (
     plan_home,
     predict_step,
 )
-from knapformer.tools.columns import MaskedLength
+from knapformer.tools.columns import MaskedLength, has_masks
 
 Lengths = list[list[int]]  # for each rank the lengths of its sequences, in tokens
 
@@ -36,11 +36,6 @@ PEAK_TFLOPS = {"h100": 989.0, "h200": 989.0, "published": 989.0, "h100-pcie": 75
 # Names of ways that are not those of a topology alone.
 NO_BALANCER = "no balancer"
 PLANNED_STEP = "step planned"  # all micro-batches at once, by ranks that load what they compute
-
-
-def has_masks(lengths: Iterable[Iterable[int]]) -> bool:
-    """Whether samples have masks of their own."""
-    return any(isinstance(length, MaskedLength) for lens in lengths for length in lens)
 
 
 def batches_of_step(step: int, num_micro_batches: int) -> range:
@@ -93,13 +88,15 @@ class Planning(Cost):
         arguments of `knapformer.plan`, in place of these."""
         model = self.model if routed is None else self.model.replace(routed=routed)
         own: dict[str, Any] = {"model": model, "solver": self.solver}
-        if has_masks(lengths):
-            own["masks"] = [list(map(self.mask_of, lens)) for lens in lengths]
-        return knapformer.plan(lengths, topology, self, **(own | others))
+        return knapformer.plan(lengths, topology, self, masks=self.masks(lengths), **(own | others))
 
     def home(self, lengths: Lengths) -> Plan:
         """Every sequence at home. It does not depend on the solver: the fastest is taken."""
         return plan_home(self.plan(lengths, f"g1n{len(lengths)}", solver="greedy"))
+
+    def masks(self, lengths: Lengths) -> str | list[list[str]]:
+        """One for all sequences where none has its own."""
+        return [list(map(self.mask_of, lens)) for lens in lengths] if has_masks(lengths) else self.mask
 
     def mask_of(self, length: int) -> str:
         return length.mask if isinstance(length, MaskedLength) else self.mask
@@ -234,19 +231,19 @@ def usual_ways(draw: Draw, topologies: Iterable[str], whole: bool) -> dict[str, 
     return found
 
 
-def means(steps: Sequence[Step], mask: str, peak_tflops: float | None) -> dict[str, Any]:
+def means(steps: Sequence[Step], peak_tflops: float | None) -> dict[str, Any]:
     """The mean figures of steps. hfu: None without a peak, that of a rank's device. wir: None where it is infinite."""
     mean: dict[str, Any] = {name: statistics.fmean(of.figures[name] for of in steps) for name in steps[0].figures}
     return mean | {
         "wir": number_or_none(mean["wir"]), "efficiency": mean["ideal_s"] / mean["total_s"],
         "tokens_per_s": mean["tokens"] / mean["total_s"],
-        "hfu": _hfu_of(steps, steps[0].plans[0].model, mean["total_s"], mask, peak_tflops),
+        "hfu": _hfu_of(steps, steps[0].plans[0].model, mean["total_s"], peak_tflops),
     }  # fmt: skip
 
 
 def measured(
     name: str | None, topology: str | None, steps: Sequence[Step], seconds: Sequence[float], model: TrainedModel,
-    mask: str, peak_tflops: float | None,
+    peak_tflops: float | None,
 ) -> dict[str, Any]:  # fmt: skip
     """What files hold of the measured steps of a variant, by all commands that measure. seconds: of each step. An
     infinite WIR becomes None."""
@@ -259,27 +256,23 @@ def measured(
         "wir": number_or_none(statistics.fmean(step.wir for step in steps)),
         "tokens_per_s": tokens / fbl_s,
         "max_tokens_per_rank": max(step.max_tokens for step in steps),
-        "hfu": _hfu_of(steps, model, fbl_s, mask, peak_tflops),
+        "hfu": _hfu_of(steps, model, fbl_s, peak_tflops),
     }
 
 
-def _hfu_of(
-    steps: Sequence[Step], model: TrainedModel, latency_s: float, mask: str, peak_tflops: float | None
-) -> float | None:
-    flops = 0.0 if peak_tflops is None else statistics.fmean(forward_flops(step.plans, mask) for step in steps)
+def _hfu_of(steps: Sequence[Step], model: TrainedModel, latency_s: float, peak_tflops: float | None) -> float | None:
+    flops = 0.0 if peak_tflops is None else statistics.fmean(forward_flops(step.plans) for step in steps)
     return hardware_flops_utilization(flops, model, latency_s, steps[0].plans[0].num_ranks, peak_tflops)
 
 
-def forward_flops(plans: Iterable[Plan], mask: str) -> float:
-    """FLOPs of one block on all tokens of some plans. Attention's count in full, whatever gamma the plans have.
-
-    mask: of plans that hold none."""
-    in_full, total = WorkloadModel(gamma=1.0), 0.0
+def forward_flops(plans: Iterable[Plan]) -> float:
+    """FLOPs of one block on all tokens of some plans. Attention's count in full, whatever gamma the plans have."""
+    total = 0
     for plan in plans:
         lens = [length for of_rank in plan.seq_lens for length in of_rank]
-        masks = plan.masks or [mask] * len(lens)
-        total += sum(in_full.work(n, plan.d_model, of) for n, of in zip(lens, masks, strict=True))
-    return total
+        pairs = plan.attention_pairs or [length**2 for length in lens]
+        total += 24 * sum(lens) * plan.d_model**2 + 4 * sum(pairs) * plan.d_model
+    return float(total)
 
 
 def hardware_flops_utilization(

@@ -31,7 +31,7 @@ def planned_work(share: RankShare, workload: kf.WorkloadModel, num_heads: int) -
     attention = sum(
         workload.gamma * 4 * queries * keys * WIDTH * of.num_heads / num_heads
         for of in share.attention
-        for queries, keys, _ in of.rows
+        for _, _, _, queries, _, keys in of.rows
     )
     return 24 * WIDTH**2 * sum(share.chunk_lens) + attention
 
@@ -53,7 +53,7 @@ def test_shares_cover_the_plan(topology: str, solver: str, heads: int, kv_heads:
         for share in shares:
             for attention in share.attention:
                 assert 0 < attention.num_heads <= heads and 0 < attention.num_kv_heads <= kv_heads
-                for queries, keys, _ in attention.rows:  # of full attention, which sees all keys
+                for _, _, _, queries, _, keys in attention.rows:  # of full attention, which sees all keys
                     computed[keys] += attention.num_heads * queries
         assert computed == Counter({length: heads * length for lens in LENGTHS for length in lens})  # all distinct
         assert sum(sum(share.text_lens) for share in shares) == sum(text_of(of))
@@ -95,7 +95,7 @@ def test_figures_by_hand() -> None:
     measured = [[RankSeconds(3.0, 0.0, 1.0), RankSeconds(2.0, 0.0, 4.0)], [RankSeconds(2, 0, 2), RankSeconds(2, 0, 2)]]
     free = cluster(node_bytes_per_s=1e30)
     by_step = [Step([plan]) for plan in plans], [[ranks] for ranks in measured]
-    got = Variant("g2n1", *by_step).figures(free, model, "full", peak_tflops=10.0)
+    got = Variant("g2n1", *by_step).figures(free, model, peak_tflops=10.0)
     # Ranks that share wait for the longer per-token phase and then for the longer attention phase.
     assert got["fbl_per_step_s"] == pytest.approx([7.0, 4.0]) and got["fbl_s"] == pytest.approx(5.5)
     assert got["slowest_rank_s"] == pytest.approx((6.0 + 4.0) / 2)
@@ -104,7 +104,7 @@ def test_figures_by_hand() -> None:
     flops = [sum(24 * n * WIDTH**2 + 4 * n**2 * WIDTH for n in lens) for lens in ([100, 20, 40], [60, 60, 60])]
     assert got["hfu"] == pytest.approx(4 * statistics.fmean(flops) * 5 / (5.5 * 2 * 10e12))
     assert got["correlation"] is None  # the plans are even
-    slow = Variant("g2n1", *by_step).figures(cluster(node_bytes_per_s=1e6), model, "full", None)
+    slow = Variant("g2n1", *by_step).figures(cluster(node_bytes_per_s=1e6), model, None)
     assert slow["hfu"] is None and slow["token_s"] == got["token_s"]
     # What the model adds is what it adds to its own compute.
     added = [kf.predict_step(plan, cluster(node_bytes_per_s=1e6), model) for plan in plans]
@@ -113,9 +113,7 @@ def test_figures_by_hand() -> None:
     home = [plan_home(plan) for plan in plans]
     seconds = [[RankSeconds(3, 1), RankSeconds(1, 1)], [RankSeconds(1, 0), RankSeconds()]]
     alone = Variant(None, [Step([plan]) for plan in home], [[ranks] for ranks in seconds])
-    got = alone.figures(
-        free, TrainedModel(num_blocks=5, num_parameters=0, shard_ranks=1, recomputes=False), "full", None
-    )
+    got = alone.figures(free, TrainedModel(num_blocks=5, num_parameters=0, shard_ranks=1, recomputes=False), None)
     assert got["fbl_per_step_s"] == pytest.approx([4.0, 1.0]) and got["measured_wir"] is None
     json.dumps(got, allow_nan=False)
 
@@ -136,7 +134,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("knapformer._torch")
 from flop_clock import flops_of  # noqa: E402
 from knapformer.adapters.named import build_model, config_from_dict, load_config  # noqa: E402
+from knapformer.tools.replay import device  # noqa: E402
 from knapformer.tools.replay.device import Replayer  # noqa: E402
+from masks import dense_mask  # noqa: E402
 
 CONFIG = config_from_dict({"kind": "transformer", "num_blocks": 3, "d_model": WIDTH, "num_heads": 8, "num_kv_heads": 8})
 CPU = torch.device("cpu")
@@ -161,6 +161,40 @@ def test_what_is_run_is_the_planned_work(checkpointing: bool, forwards: int) -> 
         skipped = 8 * plan.tokens_after[rank] * WIDTH**2 if checkpointing else 0
         assert token_flops == (forwards + 2) * planned - skipped
         assert attention_flops == pytest.approx((forwards + 2) * (plan.workload_after[rank] - planned))
+
+
+@pytest.mark.parametrize("cuts_queries", [False, True])
+@pytest.mark.parametrize("masks", ["full", "causal", "window:50:0", ["c30 f670", "causal", "full", "window:50:0"]])
+def test_attention_that_is_run_is_that_of_the_masks(
+    masks: Any, cuts_queries: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the queries of each rank, to the keys that they see, against dense masks."""
+    lengths, heads = [[700, 30], [150], [64]], 3 if cuts_queries else 4
+    model = TrainedModel(num_heads=heads, num_kv_heads=1, cuts_queries=cuts_queries)
+    of_ranks = masks if isinstance(masks, str) else [masks[:2], masks[2:3], masks[3:], []]
+    plan = kf.plan(
+        [*lengths, []], "g4/2/1n1", d_model=12 * heads, gamma=1.0, masks=of_ranks, model=model,
+        cluster=cluster(node_bytes_per_s=1e30),
+    )  # fmt: skip
+    assert max(plan.degree_of_sequence) > 1
+    config = CONFIG.replace(d_model=12 * heads, num_heads=heads, num_kv_heads=1)
+    replayer, seen = Replayer(config, CPU, torch.float32, False), []
+    monkeypatch.setattr(device, "passes", lambda attend, inputs, _: seen.append((attend, inputs)))
+    shares = [of for share in shares_of(plan, heads, 1, text_of(plan)) for of in share.attention]
+    for share in shares:
+        replayer._attention_work(share)
+        attend, (q, k, v, *rest) = seen.pop()
+        expected, starts = [], [0, 0]
+        for of in share.rows:
+            (q_at, k_at), (num, keys) = starts, (of.num_queries, of.num_keys)
+            dense = dense_mask(of.mask, of.seq_len)[of.first_query : of.first_query + num]
+            assert not dense[:, : of.first_key].any() and not dense[:, of.first_key + keys :].any()
+            by_head = (t.transpose(0, 1) for t in (q[q_at : q_at + num], k[k_at : k_at + keys], v[k_at : k_at + keys]))
+            some = dense[:, of.first_key : of.first_key + keys]
+            o = torch.nn.functional.scaled_dot_product_attention(*by_head, attn_mask=some, enable_gqa=True)
+            expected.append(o.transpose(0, 1))
+            starts = [q_at + num, k_at + keys]
+        torch.testing.assert_close(attend(q, k, v, *rest), torch.cat(expected))
 
 
 def test_every_kind_of_block_is_run_as_often_as_the_model_has_it() -> None:

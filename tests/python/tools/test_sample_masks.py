@@ -5,6 +5,7 @@ import json
 import re
 
 import pytest
+import torch
 from knapformer.tools.cli import main
 from knapformer.tools.columns import MaskedLength
 from knapformer.tools.doctor.alternatives import Case, alternatives, ranked, sharing, simulate
@@ -40,7 +41,7 @@ def test_masks_are_read_beside_lengths(tmp_path, name, text):
     samples = read_samples(str(path), None)
     assert [(int(n), getattr(n, "mask", None)) for n in samples.lengths] == [(40, "causal"), (40, None), (8, "c3 f5")]
     assert samples.bad_rows == 0 and len(set(samples.lengths)) == 3 and 40 in samples.lengths
-    with pytest.raises(ArgumentError, match="got masks of samples, expected lengths alone: the model has one mask"):
+    with pytest.raises(ArgumentError, match="got masks of samples, expected lengths alone: the model that is run"):
         lengths_of(str(path))
 
 
@@ -107,7 +108,7 @@ def test_doctor_advises_by_a_column_of_masks(capsys, tmp_path):
     assert re.search(r"BalancedBatchSampler\(lengths, [^)]*, mask='causal', [^)]*\d\); losses weighed", text), text
 
 
-def test_plan_takes_masks_of_a_step_and_replay_refuses_them(capsys, tmp_path):
+def test_plan_and_replay_take_masks_of_a_step(capsys, tmp_path):
     path = tmp_path / "steps.json"
     path.write_text('[[[{"length": 90, "mask": "c30 f60"}, 40], [{"length": 40, "mask": "full"}]]]')
     options = ["--topology", "g2n1", "--d-model", "64", "--mask", "causal", "--json", "-"]
@@ -117,5 +118,12 @@ def test_plan_takes_masks_of_a_step_and_replay_refuses_them(capsys, tmp_path):
     work = [24.0 * n * D**2 + plan.workload.gamma * 4 * pairs_of(of, n) * D
             for of, n in zip(plan.masks, (90, 40, 40), strict=True)]  # fmt: skip
     assert plan.sequence_works == pytest.approx(work)
-    assert main(["replay", "--model", "flux-tiny", "--topology", "g2n1", "--lengths", str(path)]) == 2
-    assert "got masks of samples, expected lengths alone" in capsys.readouterr().err
+    out, threads = tmp_path / "out.json", torch.get_num_threads()
+    replay = ["replay", "--model", "flux-tiny", "--topology", "g2n1", "--repeats", "1"]
+    assert main([*replay, "--lengths", str(path), "--json", str(out)]) == 0
+    torch.set_num_threads(threads)
+    none, shared = json.loads(out.read_text())["variants"]
+    work = [[24.0 * n * 64**2 + 0.41 * 4 * pairs_of(of, n) * 64 for n, of in zip(*lens, strict=True)]
+            for lens in (((90, 40), ("c30 f60", "full")), ((40,), ("full",)))]  # fmt: skip
+    assert none["work_per_rank"] == [pytest.approx(list(map(sum, work)))]
+    assert sum(shared["work_per_rank"][0]) == pytest.approx(sum(map(sum, work)))

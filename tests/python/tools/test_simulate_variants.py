@@ -39,7 +39,7 @@ def test_figures_by_hand() -> None:
     highest_before = work(100, 20) + max(work(40), work(40, 60))
     # Two ranks share every sequence evenly.
     highest_after = (work(100, 20, 20) + work(40, 40, 60)) / 2
-    got = figures(balanced, baseline, MODEL, "full", peak_tflops=10.0)
+    got = figures(balanced, baseline, MODEL, peak_tflops=10.0)
     assert got["fbl_s"] == 1.5 and got["fbl_median_s"] == 1.5 and got["fbl_per_step_s"] == [2.0, 1.0]
     assert got["speed_up"] == 2.0 and got["speed_up_median"] == 2.0
     assert got["promised_speed_up"] == pytest.approx(highest_before / highest_after)
@@ -49,7 +49,7 @@ def test_figures_by_hand() -> None:
     assert got["tokens_moved"] == pytest.approx(0.5) and got["max_tokens_per_rank"] == 70
     assert got["wir"] == pytest.approx(1.0)
     assert got["loss_difference"] == pytest.approx(0.2) and got["gradient_difference"] == 0
-    got = figures(baseline, baseline, MODEL, "full", peak_tflops=None)
+    got = figures(baseline, baseline, MODEL, peak_tflops=None)
     assert (got["speed_up"], got["promised_speed_up"], got["tokens_moved"], got["hfu"]) == (1, 1, 0, None)
     assert got["wir"] == pytest.approx((work(100, 20) / work(20) + work(40, 60) / work(40)) / 2)
     assert got["max_tokens_per_rank"] == 120 and got["loss_difference"] == 0
@@ -63,7 +63,7 @@ def test_ranks_wait_in_every_micro_batch() -> None:
         )
         for of, s in zip(variants(), (6.0, 4.0), strict=True)
     )
-    got = figures(balanced, baseline, MODEL, "full", peak_tflops=None)
+    got = figures(balanced, baseline, MODEL, peak_tflops=None)
     highest_before = work(100, 20) + work(40, 60)
     assert got["promised_speed_up"] == pytest.approx(2 * highest_before / (work(100, 20, 20) + work(40, 40, 60)))
     assert got["tokens_per_s"] == pytest.approx((140 + 140) / 4.0) and got["speed_up"] == 1.5
@@ -72,7 +72,7 @@ def test_ranks_wait_in_every_micro_batch() -> None:
 def test_an_infinite_ratio_is_null() -> None:
     step = Step([plan_home(plan([[5], []], "g2n1", d_model=16))])
     alone = Variant(NO_BALANCER, None, [step], [1.0], [1.0], [1.0])
-    assert math.isinf(step.wir) and figures(alone, alone, MODEL, "full", None)["wir"] is None
+    assert math.isinf(step.wir) and figures(alone, alone, MODEL, None)["wir"] is None
 
 
 def test_the_sentences_say_what_the_table_does_not() -> None:

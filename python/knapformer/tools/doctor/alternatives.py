@@ -21,7 +21,6 @@ from knapformer.tools.ways import (
     Step,
     Way,
     at_home,
-    has_masks,
     lengths_of_step,
     micro_batches_of_step,
     planned_whole,
@@ -234,10 +233,9 @@ def ranked(draw: Draw) -> list[TopologyOption]:
     """Ranks topologies for micro-batches that are planned one by one, with tokens routed in the model."""
     of, drawn = draw.planning, itertools.chain.from_iterable(draw.batches[:_MAX_STEPS])
     batches = list(itertools.islice(drawn, MAX_BATCHES))
-    is_masked = any(map(has_masks, batches))  # then the work tells topologies of the pairs
-    work = [[list(map(of.work, lens)) for lens in batch] for batch in batches] if is_masked else None
+    masks = [of.masks(batch) for batch in batches]
     return rank_topologies(
-        batches, of, max_tokens_per_rank=draw.max_tokens, work=work, model=of.model.replace(routed=True)
+        batches, of, max_tokens_per_rank=draw.max_tokens, masks=masks, model=of.model.replace(routed=True)
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from knapformer import TopologyOption, attention_pairs
 from knapformer._core import DEFAULT_GAMMA
 from knapformer.tools import cost_args
+from knapformer.tools.columns import has_masks
 from knapformer.tools.doctor.alternatives import MAX_BATCHES, Case, Result, gain
 from knapformer.tools.doctor.memory import MemoryModel
 from knapformer.tools.doctor.source import Source
@@ -22,7 +23,6 @@ from knapformer.tools.doctor.verdict import Verdict
 from knapformer.tools.files import cells_of, show, table_of
 from knapformer.tools.presets import DEFAULT_PRESET, Preset
 from knapformer.tools.report.page import HtmlPage
-from knapformer.tools.ways import has_masks
 
 _T = TypeVar("_T")
 _HEADINGS = ("step s", "speed", "hours", "wait", "GB", "GiB")

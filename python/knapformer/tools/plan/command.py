@@ -237,7 +237,7 @@ def _point(steps: Sequence[Step], name: str, args: argparse.Namespace) -> Point:
     """plan_s: median wall time of the planner on this machine."""
     plan_s = statistics.median(step.plan_s for step in steps)
     named = {"num_ranks": steps[0].plans[0].num_ranks, "topology": name, "plan_s": plan_s}
-    return named | means(steps, args.mask, _peak_tflops(args))
+    return named | means(steps, _peak_tflops(args))
 
 
 def _print_made(plan: Plan, took: str) -> None:

@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> None:
         Variant(
             None if name == NO_BALANCER else name, steps,
             [[list(islice(of_share, plan.num_ranks)) for plan in step.plans] for step in steps],
-        ).figures(cluster, model, config.mask, args.peak_tflops)
+        ).figures(cluster, model, args.peak_tflops)
         for name, steps in ways.items()
     ]  # fmt: skip
     num_ranks, planning = len(lens[0]), replace(planning, model=model)

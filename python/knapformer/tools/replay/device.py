@@ -16,7 +16,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from knapformer._torch import MaskTables
 from knapformer.adapters.config import ModelConfig
+from knapformer.masked import ByPlan
 from knapformer.models.attention import PackedAttention
 from knapformer.models.step import Attend, PackedStep
 from knapformer.tools.measure.blocks import build_kinds, passes
@@ -63,7 +65,6 @@ class Replayer:
     ) -> None:
         self._config, self._device, self._dtype, self._checkpointing = config, device, dtype, checkpointing
         self._kinds = build_kinds(config, device, dtype, mode)
-        self._attend = PackedAttention(config.mask)
 
     @property
     def num_parameters(self) -> int:
@@ -115,6 +116,12 @@ class Replayer:
             shape = (sum(lens), num_heads, self._config.head_dim)
             return torch.randn(shape, device=self._device, dtype=self._dtype, requires_grad=True)
 
-        queries, keys, starts = zip(*share.rows, strict=True)
+        queries, keys = [of.num_queries for of in share.rows], [of.num_keys for of in share.rows]
         q, k, v = rows(queries, share.num_heads), rows(keys, share.num_kv_heads), rows(keys, share.num_kv_heads)
-        return passes(self._attend, (q, k, v, queries, keys, starts), self._checkpointing)
+        masks, lens, *parts = zip(*share.rows, strict=True)
+        mask = masks[0] if len(set(masks)) == 1 else ""
+        if mask in ("full", "causal"):
+            starts = [of.first_query - of.first_key for of in share.rows]
+            return passes(PackedAttention(mask), (q, k, v, queries, keys, starts), self._checkpointing)
+        tables = MaskTables(masks, lens, list(zip(*parts, strict=True)))
+        return passes(ByPlan(), (q, k, v, tables), self._checkpointing)

@@ -16,6 +16,17 @@ from knapformer.tools.ways import Step, means, measured, number_or_none
 _MIN_SPREAD_OF_WORK = 0.01
 
 
+class QueryRows(NamedTuple):
+    """The queries of a sequence that a rank computes, and the keys that they see."""
+
+    mask: str
+    seq_len: int
+    first_query: int
+    num_queries: int
+    first_key: int
+    num_keys: int
+
+
 @dataclass(frozen=True)
 class AttentionShare:
     """Sequences of one degree of which a rank computes this many heads, and these queries."""
@@ -23,7 +34,7 @@ class AttentionShare:
     degree: int
     num_heads: int
     num_kv_heads: int
-    rows: tuple[tuple[int, int, int], ...]  # of each: queries, keys, and the first query, counted from the first key
+    rows: tuple[QueryRows, ...]
 
 
 @dataclass(frozen=True)
@@ -45,17 +56,18 @@ def shares_of(
     head_parts = {degree: degree // plan.query_parts.get(degree, 1) for degree in set(degrees)}
     heads = {degree: head_shares(num_heads, num_kv_heads, parts) for degree, parts in head_parts.items()}
     query_parts = plan.parts_of_sequence
+    lens = [length for of_rank in plan.seq_lens for length in of_rank]
+    masks = plan.masks or ["full"] * len(lens)
     chunk_at = {(sequence, rank): (first, count) for sequence, rank, first, count in plan.chunks}
     shares = []
     for rank, sequences in enumerate(plan.sequences_on):
         chunks = [chunk_at[sequence, rank] for sequence in sequences]
-        rows: dict[tuple[int, int, int], list[tuple[int, int, int]]] = {}
+        rows: dict[tuple[int, int, int], list[QueryRows]] = {}
         for sequence in sequences:
             degree = degrees[sequence]
             part, of_heads = divmod(rank - first_ranks[sequence], head_parts[degree])
-            first_query, num_queries, first_key, num_keys, _ = query_parts[sequence][part]
-            if num_queries > 0:
-                own = (num_queries, num_keys, first_query - first_key)
+            own = QueryRows(masks[sequence], lens[sequence], *query_parts[sequence][part][:4])
+            if own.num_queries > 0:
                 rows.setdefault((degree, *heads[degree][of_heads]), []).append(own)
         shares.append(
             RankShare(
@@ -86,7 +98,7 @@ class Variant:
     steps: Sequence[Step]
     measured: Sequence[Sequence[Sequence[RankSeconds]]]  # of each rank
 
-    def figures(self, cluster: Cluster, model: TrainedModel, mask: str, peak_tflops: float | None) -> dict[str, Any]:
+    def figures(self, cluster: Cluster, model: TrainedModel, peak_tflops: float | None) -> dict[str, Any]:
         """Means over the steps of the measured compute, with the waits and communication that the cluster model adds;
         ready for JSON: infinite or undefined figures become None. Work and seconds of ranks are listed by micro-batch,
         all steps one after another."""
@@ -103,7 +115,7 @@ class Variant:
             replace(step, times=list(map(time_of, step.plans, of_plans)))
             for step, of_plans in zip(self.steps, self.measured, strict=True)
         ]
-        mean = means(steps, mask, None)
+        mean = means(steps, None)
         plans = [plan for step in self.steps for plan in step.plans]
         of_ranks = [ranks for of_step in self.measured for ranks in of_step]
         seconds, work = [[sum(rank) for rank in ranks] for ranks in of_ranks], [plan.workload_after for plan in plans]
@@ -112,7 +124,7 @@ class Variant:
         topology = None if self.name is None else str(steps[0].plans[0].topology)
         of_steps = [step.figures["total_s"] for step in steps]
         return {
-            **measured(self.name, topology, steps, of_steps, model, mask, peak_tflops),
+            **measured(self.name, topology, steps, of_steps, model, peak_tflops),
             **{term: mean[term] for term in (*StepTime.labels(), "fsdp_bytes")},
             "slowest_rank_s": math.fsum(max(of) for of in seconds) / len(steps),
             "measured_wir": number_or_none(statistics.fmean(_max_over_min(of) for of in busy_seconds)),

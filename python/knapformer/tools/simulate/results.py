@@ -49,9 +49,7 @@ class Variant:
         return moved / sum(step.num_tokens for step in self.steps)
 
 
-def figures(
-    variant: Variant, baseline: Variant, model: TrainedModel, mask: str, peak_tflops: float | None
-) -> dict[str, Any]:
+def figures(variant: Variant, baseline: Variant, model: TrainedModel, peak_tflops: float | None) -> dict[str, Any]:
     """A variant's figures, ready for JSON."""
     latencies_s = variant.latencies_s
     # A variant with other samples does more or less work in a step: its gains are scaled by the ratio of work.
@@ -68,7 +66,7 @@ def figures(
     speed_up, ratios = gains(baseline.latencies_s, latencies_s)
     promised, promises = gains(baseline.highest_work(), variant.highest_work())
     return {
-        **measured(variant.name, variant.topology, variant.steps, latencies_s, model, mask, peak_tflops),
+        **measured(variant.name, variant.topology, variant.steps, latencies_s, model, peak_tflops),
         "fbl_median_s": statistics.median(latencies_s),
         "speed_up": speed_up,
         "speed_up_median": statistics.median(ratios),
@@ -118,7 +116,7 @@ def report(
     planning = simulation.planning
     of_variants = []
     for variant in variants:
-        of = figures(variant, variants[0], model, planning.mask, args.peak_tflops)
+        of = figures(variant, variants[0], model, args.peak_tflops)
         of_variants.append(of)
         if args.calibration is not None or args.cluster is not None:  # the cluster is this machine's
             cluster = planning.cluster.replace(host_s_per_piece=0.0)  # no pieces are copied one by one here
