@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,6 +38,10 @@ class FixedCost:
     num_ranks: int  # ranks that sharded the model
     seconds: float
     relative_rms_error: float = 0.0  # of whole steps predicted with this cost
+
+
+def _kernel_of(mask: str) -> str:
+    return mask if mask in ("full", "causal") else "by ranges of keys"
 
 
 @dataclass(frozen=True)
@@ -96,9 +100,12 @@ class Calibration:
         """`of` (default: Cluster()), with the fields that were measured here in place of its own."""
         return (of or Cluster()).replace(**self.cluster_fields())
 
-    def far_from(self, d_model: int, longest: int | None = None, device: str | None = None) -> list[str]:
-        """Why it should not be trusted for blocks of this width, sequences of up to `longest` tokens, this device: one
-        sentence each. A value that is None, in the arguments or in the calibration, is not compared."""
+    def far_from(
+        self, d_model: int, longest: int | None = None, device: str | None = None, masks: Iterable[str] = ()
+    ) -> list[str]:
+        """Why it should not be trusted for blocks of this width, sequences of up to `longest` tokens, this device,
+        these masks: one sentence each. A value that is None, in the arguments or in the calibration, is not compared.
+        Masks are compared by the kernel that computes them: one for 'full', one for 'causal', one for all others."""
         found = []
         if max(d_model, self.d_model) > _MAX_WIDTH_RATIO * min(d_model, self.d_model):
             found.append(f"measured at width {self.d_model}, used at {d_model}")
@@ -106,6 +113,8 @@ class Calibration:
             found.append(f"measured up to {self.longest:,} tokens, used for {longest:,}")
         if device is not None and self.device is not None and device != self.device:
             found.append(f"measured on {self.device}, used on {device}")
+        if other := next((mask for mask in sorted(masks) if _kernel_of(mask) != _kernel_of(self.mask)), None):
+            found.append(f"measured with the mask {self.mask}, used with {other[:40]}")
         return [f"far from where it was measured: {why}; calibrate there" for why in found]
 
     def to_dict(self) -> dict[str, Any]:

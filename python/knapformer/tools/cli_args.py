@@ -200,10 +200,6 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add(group, "--no-checkpoint", default=None)
 
 
-def longest_of(lengths: Lengths) -> int:
-    return max((max(lens, default=0) for lens in lengths), default=0)
-
-
 def mode_of(args: argparse.Namespace, mode: str) -> str:
     """The mode in which blocks are run for a trained model of this mode. Raises ArgumentError."""
     if mode == "lora" and args.peak_tflops is not None:

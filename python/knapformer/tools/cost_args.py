@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from knapformer import ArgumentError, Calibration, Cluster, Plan, TrainedModel
 from knapformer._core import DEFAULT_GAMMA
 from knapformer.json_file import read_json
 from knapformer.tools.launch import speaks
-from knapformer.tools.ways import Planning
+from knapformer.tools.ways import Lengths, Planning
 
 if TYPE_CHECKING:
     import torch
@@ -20,11 +21,13 @@ if TYPE_CHECKING:
     from knapformer.adapters.config import ModelConfig
 
 
-def warn_if_far(args: argparse.Namespace, d_model: int, longest: int, device: str | None = None) -> None:
-    """Warns on standard error where --calibration was measured far from what it is used for. longest: tokens of the
-    longest sequence. Raises ArgumentError, OSError."""
+def warn_if_far(args: argparse.Namespace, of: Planning, batches: Iterable[Lengths], device: str | None = None) -> None:
+    """Warns on standard error where --calibration was measured far from what it is used for. Raises ArgumentError,
+    OSError."""
     if args.calibration is not None and speaks():
-        for why in Calibration.load(args.calibration).far_from(d_model, longest, device):
+        lengths = {length for batch in batches for lens in batch for length in lens}
+        masks = set(map(of.mask_of, lengths))
+        for why in Calibration.load(args.calibration).far_from(of.d_model, max(lengths, default=0), device, masks):
             print(f"{args.calibration}: {why}", file=sys.stderr)
 
 

@@ -65,6 +65,29 @@ def my_block(device: torch.device, dtype: torch.dtype) -> Any:
     return layer, inputs
 
 
+@pytest.mark.usefixtures("flop_clock")
+@pytest.mark.parametrize("model", ["transformer-tiny", "flux-tiny"])
+def test_gamma_is_fitted_to_the_kernel_of_a_mask(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the clock that counts FLOPs: those of the mask's pairs alone, which cost what others cost."""
+    out, threads = tmp_path / "out.json", torch.get_num_threads()
+    command = ["calibrate", "--model", model, "--repeats", "1", "--no-checkpoint", "--lengths", "256,512,1024,2048"]
+    assert main([*command, "--mask", "window:200:100", "--json", str(out)]) == 0
+    torch.set_num_threads(threads)
+    calibration = Calibration.load(out)
+    assert calibration.mask == "window:200:100" and calibration.gamma == pytest.approx(1.0, rel=0.15)
+    capsys.readouterr()
+    plan = ["plan", "--mix", "joint", "--topology", "g1n32", "--d-model", str(calibration.d_model)]
+    assert main([*plan, "--calibration", str(out)]) == 0
+    assert "measured with the mask window:200:100, used with full" in capsys.readouterr().err
+    assert main([*plan, "--calibration", str(out), "--mask", "window:99:0"]) == 0
+    assert "measured with the mask" not in capsys.readouterr().err
+    assert main([*command, "--mask", "c3 f5"]) == 2
+    error = capsys.readouterr().err
+    assert "mask: got 'c3 f5' for a sequence of 256 tokens" in error and error.count("\n") == 1
+
+
 def no_block(device: torch.device, dtype: torch.dtype) -> Any:
     return torch.nn.Linear(4, 4)
 

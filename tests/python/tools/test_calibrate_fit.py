@@ -194,6 +194,10 @@ def test_where_a_calibration_is_far_from_home() -> None:
     assert home.far_from(WIDTH, 2048, "one") == home.far_from(80) == []
     assert "measured at width 64, used at 128" in home.far_from(128)[0]
     assert "measured up to 1,024 tokens, used for 2,049" in home.far_from(WIDTH, 2049)[0]
+    assert home.far_from(WIDTH, masks=["full", "full"]) == []
+    assert "measured with the mask full, used with c3 f5; " in home.far_from(WIDTH, masks=["full", "c3 f5"])[0]
+    windowed = dataclasses.replace(home, mask="window:5:0")
+    assert windowed.far_from(WIDTH, masks=["c3 f5"]) == [] and len(windowed.far_from(WIDTH, masks=["causal"])) == 1
     assert "measured on one, used on two" in home.far_from(WIDTH, 1, "two")[0]
     assert dataclasses.replace(home, device=None, longest=None).far_from(WIDTH, 10**6, "two") == []
     assert Calibration.from_dict(home.to_dict()) == home

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from knapformer import ArgumentError
+from knapformer import ArgumentError, attention_pairs
 from knapformer.tools import cli_args
 from knapformer.tools.cli_args import add
 from knapformer.tools.launch import check_ranks, run_on_ranks, started_ranks, use_device
@@ -35,6 +35,7 @@ def add_parser(subparsers: Any) -> None:
         help="tokens, such as 256,512,...,16384, or samples as other commands take them, over whose range 7 lengths "
         "are measured (default: 7, by the model's width)",
     )  # fmt: skip
+    add(parser, "--mask", default=None, help="that attention has where gamma is fitted (default: the model's)")
     ranks = "local ranks to start: with 2 or more the all-to-all between them is measured too (default 1)"
     add(parser, "--ranks", help=ranks)
     add(
@@ -58,6 +59,8 @@ def run(args: argparse.Namespace) -> None:
     if (args.block is None) != (args.d_model is None):
         raise ArgumentError("--d-model: expected it with --block, whose width it is, and only there")
     lengths = _lengths(args.lengths, args.d_model or config.d_model)
+    for length in lengths if args.mask is not None else ():
+        attention_pairs(args.mask, length)  # an error for a mask of another length
     if num_ranks > 1:
         run_on_ranks(args, num_ranks, partial(calibrate, args, config, lengths))
     else:

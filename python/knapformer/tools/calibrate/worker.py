@@ -45,9 +45,10 @@ def calibrate(args: argparse.Namespace, config: ModelConfig, lengths: Sequence[i
     All ranks measure at the same time, as in a run, where they share memory and power; their times are averaged.
     """
     dtype = args.dtype or default_dtype(device)
+    mask = args.mask or (config.mask if args.block is None else "full")
     mode, num_ranks = args.mode or "training", dist.get_world_size() if dist.is_initialized() else 1
     first = num_ranks == 1 or dist.get_rank() == 0
-    works = _works(args, config, device, DTYPES[dtype], mode)
+    works = _works(args, config, device, DTYPES[dtype], mode, mask)
     with Progress((args.repeats + args.warmup) * len(works) * len(lengths), enabled=first) as progress:
         progress.describe("measuring blocks")
         rounds = (args.repeats, args.warmup)
@@ -60,7 +61,8 @@ def calibrate(args: argparse.Namespace, config: ModelConfig, lengths: Sequence[i
             times = dataclasses.replace(times, seconds=(seconds / num_ranks).tolist())
             progress.describe("measuring exchanges")
             exchanges = _time_exchanges(device)
-            if not args.blocks_only and args.block is None and fits(config, device):
+            # A model computes one mask: steps of another one say nothing.
+            if not args.blocks_only and args.block is None and mask == config.mask and fits(config, device):
                 progress.describe("measuring whole steps")
                 # At most _NUM_STEP_LENGTHS of the lengths, evenly picked from the shortest on.
                 every = sorted(set(lengths))[:: max(1, -(-len(set(lengths)) // _NUM_STEP_LENGTHS))]
@@ -70,7 +72,7 @@ def calibrate(args: argparse.Namespace, config: ModelConfig, lengths: Sequence[i
     calibration = _with_exchanges(
         calibration_of(
             lengths, times.per_block(), times.spreads(), args.d_model or config.d_model, recomputes=args.recomputes,
-            mode=mode, mask=config.mask if args.block is None else "full", device=device_name(device),
+            mode=mode, mask=mask, device=device_name(device),
         ),
         exchanges,
     )  # fmt: skip
@@ -96,12 +98,12 @@ def calibrate(args: argparse.Namespace, config: ModelConfig, lengths: Sequence[i
 
 
 def _works(
-    args: argparse.Namespace, config: ModelConfig, device: torch.device, dtype: torch.dtype, mode: str
+    args: argparse.Namespace, config: ModelConfig, device: torch.device, dtype: torch.dtype, mode: str, mask: str
 ) -> list[KindOfWork]:
     if args.block is None:
 
         def work(kind: BlockKind, seq_lens: list[int]) -> Work:
-            step = PackedStep(seq_lens, config.d_model, mask=config.mask)
+            step = PackedStep(seq_lens, config.d_model, mask=mask)
             return kind.work(step, list(map(config.text_tokens, seq_lens)), args.recomputes)
 
         return [(kind.name, kind.count, partial(work, kind)) for kind in build_kinds(config, device, dtype, mode)]

@@ -156,7 +156,7 @@ def _from_lengths(args: argparse.Namespace) -> _Made:
                 Topology(topology_for(topology, num_ranks), num_ranks)
     draws = (Draw(planning, batches_on(of), seed=args.seed, max_tokens=args.max_tokens_per_rank) for of in ranks)
     first = next(draws)
-    cost_args.warn_if_far(args, args.d_model, max(map(cli_args.longest_of, first.batches[0])))
+    cost_args.warn_if_far(args, planning, first.batches[0])
     has_tokens = any(lens for of_ranks in first.batches[0] for lens in of_ranks)
     if not has_tokens:
         _check_predicts(args, "lengths without sequences")

@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> None:
     planning = replace(planning, cluster=cluster, model=model)
     ways = _ways(args, config, planning)
     lens = [plan.seq_lens for steps in ways.values() for step in steps for plan in step.plans]
-    cost_args.warn_if_far(args, config.d_model, max(map(cli_args.longest_of, lens)), device_name(device))
+    cost_args.warn_if_far(args, planning, lens, device_name(device))
 
     mode = cli_args.mode_of(args, model.mode)
     replayer = Replayer(config, device, DTYPES[dtype], args.recomputes, mode)

@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> None:
         **{name: getattr(args, name) for name in
            ("batch_size", "micro_batches", "max_tokens_per_rank", "equal_lengths", "seed")},
     )  # fmt: skip
-    cost_args.warn_if_far(args, config.d_model, max(map(cli_args.longest_of, simulation.draw(0).batches)))
+    cost_args.warn_if_far(args, simulation.planning, simulation.draw(0).batches)
 
     def work(device: torch.device) -> None:
         from knapformer.tools.simulate.worker import simulate
