@@ -23,6 +23,7 @@ from knapformer import (
     StepTime,
     TrainedModel,
     WorkloadModel,
+    attention_pairs,
     plan_home,
     predict_step,
 )
@@ -103,6 +104,32 @@ class Planning(Cost):
 
     def work(self, length: int) -> float:
         return WorkloadModel(self.gamma).work(length, self.d_model, self.mask_of(length))
+
+
+@dataclass
+class MasksOfKind:
+    """Samples whose masks are of a kind: how many, the (query, key) pairs that masks leave them, and all of theirs."""
+
+    samples: int = 0
+    pairs: int = 0
+    all_pairs: int = 0
+
+
+def masks_by_kind(samples: Iterable[tuple[str, int, int]]) -> dict[str, MasksOfKind]:
+    """By the kind's name, the most pairs first. samples: the mask's text, the tokens, and how many there are."""
+    found: dict[str, MasksOfKind] = {}
+    for mask, length, count in samples:
+        name = mask.split(":")[0]
+        of = found.setdefault(
+            name if name.replace("_", "").isalpha() and name not in _PARTS else "parts", MasksOfKind()
+        )
+        of.samples += count
+        of.pairs += count * attention_pairs(mask, length)
+        of.all_pairs += count * length**2
+    return dict(sorted(found.items(), key=lambda item: -item[1].pairs))
+
+
+_PARTS = ("clean", "noisy")  # words that a mask of parts may begin with, as with 'c77' or 'f1024'
 
 
 @dataclass(frozen=True)

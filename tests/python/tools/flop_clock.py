@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import knapformer._torch  # noqa: F401  which has the op of masked attention
 from knapformer.tools.measure import timing
 from torch.utils.flop_counter import FlopCounterMode
+
+from knapformer import masked  # noqa: F401  for its op
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:

@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
             min(filter(None, (fit, given)), default=0), limit_is_given=bool(given) and (not fit or given <= fit),
             job_ranks=source.num_ranks if num_ranks != source.num_ranks else 0, watch=watch,
         )  # fmt: skip
-        cost_args.warn_if_far(args, planning, [[source.pool]])
+        cost_args.warn_if_far(args, planning, [[list(source.pool)]])
         ranking = ranked(case)
         results = [_within(simulate(of, case), case) for of in alternatives(case, sharing(ranking))]
         now = next((result for result in results if result.alternative.key == args.now), None)

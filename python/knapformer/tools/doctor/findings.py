@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
-from knapformer import TopologyOption, attention_pairs
+from knapformer import TopologyOption
 from knapformer._core import DEFAULT_GAMMA
 from knapformer.tools import cost_args
 from knapformer.tools.columns import has_masks
@@ -22,7 +22,8 @@ from knapformer.tools.doctor.source import Source
 from knapformer.tools.doctor.verdict import Verdict
 from knapformer.tools.files import cells_of, show, table_of
 from knapformer.tools.presets import DEFAULT_PRESET, Preset
-from knapformer.tools.report.page import HtmlPage
+from knapformer.tools.report.page import HtmlPage, add_masks
+from knapformer.tools.ways import MasksOfKind, masks_by_kind
 
 _T = TypeVar("_T")
 _HEADINGS = ("step s", "speed", "hours", "wait", "GB", "GiB")
@@ -81,11 +82,14 @@ class Findings:
         }
 
     @cached_property
+    def masks(self) -> dict[str, MasksOfKind]:
+        counts, mask_of = Counter(self.source.pool), self.case.planning.mask_of
+        return masks_by_kind((mask_of(length), int(length), count) for length, count in counts.items())
+
+    @property
     def share_of_pairs(self) -> float:
         """Of all pairs of the samples, those that their masks leave."""
-        counts, mask_of = Counter(self.source.pool), self.case.planning.mask_of
-        left = sum(count * attention_pairs(mask_of(length), length) for length, count in counts.items())
-        return left / sum(count * int(length) ** 2 for length, count in counts.items())
+        return sum(of.pairs for of in self.masks.values()) / sum(of.all_pairs for of in self.masks.values())
 
     @cached_property
     def rows(self) -> list[dict[str, str]]:
@@ -231,7 +235,11 @@ class Findings:
             "micro-batch.",
         ]
         if self.share_of_pairs < 1:
-            lines.append(f"Masks leave {self.share_of_pairs:.1%} of the samples' (query, key) pairs.")
+            pairs = sum(of.pairs for of in self.masks.values())
+            shares = ", ".join(f"{kind} {of.pairs / pairs:.1%}" for kind, of in self.masks.items())
+            lines.append(
+                f"Masks leave {self.share_of_pairs:.1%} of the samples' (query, key) pairs; of these {shares}."
+            )
         if case.job_ranks:
             lines.append(
                 f"Simulated: {case.num_ranks:,} of the {case.job_ranks:,} ranks, in {len(case.batches)} steps. With "
@@ -288,6 +296,7 @@ def write_page(path: str, found: Findings) -> None:
     lens = source.pool
     works = {length: case.planning.work(length) for length in set(lens)}
     page.add("Lengths and work", text, charts.distribution(lens, [works[n] for n in lens]), 300)
+    add_masks(page, found.masks)
     top = [
         (f"{statistics.median(lens):,.0f} → {max(lens):,}", "tokens of the median and of the longest sample"),
         (f"{source.num_ranks:,}", "ranks"),
@@ -299,7 +308,6 @@ def write_page(path: str, found: Findings) -> None:
         "lengths": source.description, "model": found.preset.name, "ranks": source.num_ranks,
         "ranks that are simulated": case.num_ranks, "samples of a micro-batch": case.batch_size,
         "micro-batches": case.micro_batches, "width": case.planning.d_model, "gamma": case.planning.gamma,
-        "pairs that masks leave": f"{found.share_of_pairs:.1%}",
         **case.planning.cluster.to_dict(), **case.planning.model.to_dict(),
     }  # fmt: skip
     said = " ".join(filter(None, (found.verdict_text, verdict.aside())))

@@ -13,7 +13,7 @@ from knapformer import ArgumentError, Plan, StepTime, plan_home, predict_step
 from knapformer.json_file import read_json
 from knapformer.tools.cost_args import settings_dict
 from knapformer.tools.files import check_packages, write
-from knapformer.tools.ways import NO_BALANCER
+from knapformer.tools.ways import NO_BALANCER, MasksOfKind, masks_by_kind
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -122,6 +122,7 @@ def write_report(
     num_drawn = charts.num_drawn(plan)
     text += "Dotted lines: bags. " + (f"The first {num_drawn} ranks." if plan.num_ranks > num_drawn else "")
     page.add("Where every sequence lies", text, charts.placement(plan), 600)
+    add_masks(page, _masks_of(plan))
     rows = {name: _terms(time) for name, time in ((NO_BALANCER, before), (str(plan.topology), step))}
     medians = {name: statistics.median(seconds) for name, seconds in (measured_s or {}).items() if seconds}
     rows |= {f"{name}, measured": {"measured": median_s} for name, median_s in medians.items()}
@@ -152,6 +153,32 @@ def write_report(
         + detail
     )
     page.write(path, title or f"knapformer: {plan.num_ranks:,} ranks, {plan.topology}", subtitle, figures, settings)
+
+
+def add_masks(page: HtmlPage, masks: Mapping[str, MasksOfKind]) -> None:
+    """Nothing where attention is full. masks: by kind."""
+    if set(masks) == {"full"}:
+        return
+    pairs = sum(of.pairs for of in masks.values())
+    rows = [
+        {"mask": kind, "sequences": f"{of.samples:,}", "of their pairs": f"{of.pairs / of.all_pairs:.1%}",
+         "of all pairs": f"{of.pairs / (pairs or 1):.1%}"}
+        for kind, of in masks.items()
+    ]  # fmt: skip
+    text = (
+        "(query, key) pairs that masks leave, which attention computes: of those that full attention would have, and of "
+        "all that it computes here. Parts: masks that list the parts of a sequence."
+    )
+    page.add_table("Attention masks", text, rows)
+
+
+def _masks_of(plan: Plan) -> dict[str, MasksOfKind]:
+    lens = [length for of_rank in plan.seq_lens for length in of_rank]
+    if not plan.masks and plan.attention_pairs:  # of a file that names none
+        squares = sum(length**2 for length in lens)
+        return {"not known": MasksOfKind(len(lens), sum(plan.attention_pairs), squares)}
+    masks = plan.masks or ["full"] * len(lens)
+    return masks_by_kind((mask, length, 1) for mask, length in zip(masks, lens, strict=True))
 
 
 def _terms(time: StepTime) -> dict[str, float]:
