@@ -120,16 +120,12 @@ def masks_by_kind(samples: Iterable[tuple[str, int, int]]) -> dict[str, MasksOfK
     found: dict[str, MasksOfKind] = {}
     for mask, length, count in samples:
         name = mask.split(":")[0]
-        of = found.setdefault(
-            name if name.replace("_", "").isalpha() and name not in _PARTS else "parts", MasksOfKind()
-        )
+        is_list = name in ("clean", "noisy") or not name.replace("_", "").isalpha()  # of parts, such as 'c77 f1024'
+        of = found.setdefault("parts" if is_list else name, MasksOfKind())
         of.samples += count
         of.pairs += count * attention_pairs(mask, length)
         of.all_pairs += count * length**2
     return dict(sorted(found.items(), key=lambda item: -item[1].pairs))
-
-
-_PARTS = ("clean", "noisy")  # words that a mask of parts may begin with, as with 'c77' or 'f1024'
 
 
 @dataclass(frozen=True)

@@ -140,9 +140,8 @@ def test_a_report_names_the_masks_of_a_plan(tmp_path):
     lens = [[n for _, n in drawn[:3]], [40]]
     masks = [[mask for mask, _ in drawn[:3]], ["full"]]
     write_report(str(page), kf.plan(lens, "g2n1", d_model=64, masks=masks))
-    pairs = {
-        kind: sum(pairs_of(*drawn[i]) for i in of) for kind, of in {"parts": (0, 1), "full": [3], "causal": [2]}.items()
-    }
+    parts, causal, full = drawn[:2], drawn[2], drawn[3]
+    pairs = {"parts": sum(pairs_of(*of) for of in parts), "full": pairs_of(*full), "causal": pairs_of(*causal)}
     squares = {"parts": 90**2 + 80**2, "full": 1600, "causal": 1600}
     rows = "".join(
         f"<tr><td>{kind}</td><td>{2 if kind == 'parts' else 1}</td><td>{of / squares[kind]:.1%}</td>"

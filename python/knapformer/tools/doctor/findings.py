@@ -235,7 +235,7 @@ class Findings:
             "micro-batch.",
         ]
         if self.share_of_pairs < 1:
-            pairs = sum(of.pairs for of in self.masks.values())
+            pairs = sum(of.pairs for of in self.masks.values()) or 1
             shares = ", ".join(f"{kind} {of.pairs / pairs:.1%}" for kind, of in self.masks.items())
             lines.append(
                 f"Masks leave {self.share_of_pairs:.1%} of the samples' (query, key) pairs; of these {shares}."

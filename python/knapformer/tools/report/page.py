@@ -166,8 +166,8 @@ def add_masks(page: HtmlPage, masks: Mapping[str, MasksOfKind]) -> None:
         for kind, of in masks.items()
     ]  # fmt: skip
     text = (
-        "(query, key) pairs that masks leave, which attention computes: of those that full attention would have, and of "
-        "all that it computes here. Parts: masks that list the parts of a sequence."
+        "(query, key) pairs that masks leave: of those that full attention would have, and of all that are computed "
+        "here. Parts: masks that list the parts of a sequence."
     )
     page.add_table("Attention masks", text, rows)
 
