@@ -9,7 +9,7 @@ import contextlib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from knapformer import ArgumentError, attention_pairs
 from knapformer._core import MAX_SEQUENCE_TOKENS
@@ -144,42 +144,27 @@ def _recognised(names: Sequence[str]) -> dict[str, str]:
             found.setdefault(meaning, []).append(name)
     for meaning, columns in found.items():
         found[meaning] = [name for name in columns if name.strip().lower() in _TRAINED] or columns
-    chosen = {meaning: columns[0] for meaning, columns in found.items()}
-    for meaning, columns in found.items():
-        if len(columns) > 1:
-            raise ArgumentError(f"columns: got {_quoted(columns)} for the {meaning}, expected one. {_write(chosen)}")
-    return chosen
+        if len(found[meaning]) > 1:
+            _refuse(columns, f"one for the {meaning}", found)
+    return {meaning: name for meaning, (name,) in found.items()}
 
 
 def _check_unambiguous(found: Mapping[str, str]) -> None:
-    others = {meaning: name for meaning, name in found.items() if meaning not in ("length", "mask")}
-    if "length" in found and others.keys() - {"text"}:
-        name = found["length"]
-        raise ArgumentError(
-            f"columns: got {name!r} beside {_quoted(others.values())}: all tokens of a sample, or its frames, or its "
-            f"caption's tokens? Write --columns length={name} for all tokens; else {_option(others)}, with "
-            f"frames={name} or text={name} behind it where it holds these"
-        )
+    columns = {meaning: [name] for meaning, name in found.items()}
+    if "length" in found and found.keys() - {"length", "mask", "text"}:  # of all tokens, or frames, or its caption's?
+        _refuse(found.values(), "the tokens of a sample, or its size", columns)
     sizes = [of for of in _SIZES if found.keys() >= set(of)]
     if len(sizes) > 1:
-        got = _quoted(found[meaning] for of in sizes for meaning in of)
-        wanted = {meaning: name for meaning, name in found.items() if all(meaning not in of for of in sizes[1:])}
-        raise ArgumentError(f"columns: got {got} for the size in pixels, expected one. {_write(wanted)}")
+        _refuse([found[meaning] for of in sizes for meaning in of], "one size in pixels", columns)
     if "frames" not in found and ("fps" in found) != ("duration" in found):
-        has, lacks = ("fps", "duration") if "fps" in found else ("duration", "fps")
-        rest = {meaning: name for meaning, name in found.items() if meaning != has}
-        raise ArgumentError(
-            f"columns: got {found[has]!r} without a column of {lacks}, expected both, or a column of frames. Write "
-            f"{_option({**rest, has: found[has], lacks: 'NAME'})}, or for pictures {_option(rest)}"
-        )
+        _refuse(found.values(), "both fps and duration, or frames, or pictures", columns)
 
 
-def _write(chosen: Mapping[str, str]) -> str:
-    return f"Write the columns to read, such as {_option(chosen)}"
-
-
-def _option(chosen: Mapping[str, str]) -> str:
-    return "--columns " + ",".join(f"{meaning}={name}" for meaning, name in chosen.items())
+def _refuse(got: Iterable[str], expected: str, found: Mapping[str, Sequence[str]]) -> NoReturn:
+    choices = ", ".join(f"{meaning}={name}" for meaning, columns in found.items() for name in columns)
+    raise ArgumentError(
+        f"columns: got {_quoted(got)}, expected {expected}. Write the columns to read, some of: --columns {choices}"
+    )
 
 
 def _quoted(names: Any) -> str:

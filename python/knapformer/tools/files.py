@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import json
 import os
-import stat
+import shutil
 import sys
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -36,8 +34,8 @@ def check_outputs(args: argparse.Namespace) -> None:
         path = getattr(args, option[2:], None)
         if path is None:
             continue
-        if path != "-" and (expected := _what_is_missing(path)) is not None:
-            raise ArgumentError(f"{option}: got {path!r}, expected {expected}")
+        if path != "-" and not _may_be_written(path):
+            raise ArgumentError(f"{option}: got {path!r}, expected a file that may be written, in a folder that exists")
         if (other := options.setdefault(os.path.realpath(path) if path != "-" else path, option)) != option:
             raise ArgumentError(f"{option}: got {path!r}, expected another file than {other} writes")
         check_packages(option)
@@ -52,25 +50,13 @@ def check_packages(option: str) -> None:
         )
 
 
-def _what_is_missing(path: str) -> str | None:
-    """What to expect of a path to which a file can be written; None where this one will do."""
-    try:
-        mode = os.stat(path).st_mode
-    except FileNotFoundError:
-        mode = None
-    except OSError as error:
-        return f"the path of a file ({error.strerror})"
-    if path.endswith(os.sep) or (mode is not None and stat.S_ISDIR(mode)):
-        return "the path of a file"
-    # Root may write to every file. One without any write permission is refused all the same: somebody took it away.
-    if mode is not None and not (os.access(path, os.W_OK) and mode & 0o222):
-        return "a file that may be written to"
-    if mode is not None and not stat.S_ISREG(mode):
-        return None
+def _may_be_written(path: str) -> bool:
     folder = os.path.dirname(os.path.realpath(path))
-    if not os.path.isdir(folder):
-        return "a file in a folder that exists"
-    return None if os.access(folder, os.W_OK) else "a file in a folder that may be written to"
+    if os.path.exists(path) and not os.access(path, os.W_OK):
+        return False
+    is_other = os.path.exists(path) and not os.path.isfile(path)  # a device or a pipe
+    is_file = not path.endswith(os.sep) and os.path.isdir(folder) and os.access(folder, os.W_OK)
+    return not os.path.isdir(path) and (is_other or is_file)
 
 
 def write_json(path: str | None, value: Any) -> None:
@@ -91,7 +77,7 @@ def write(path: str | None, text: str) -> None:
         if os.path.exists(path) and not os.path.isfile(path):
             Path(path).write_text(f"{text}\n", encoding="utf-8")
         else:
-            _replace(os.path.realpath(path), f"{text}\n".encode())
+            _replace(os.path.realpath(path), f"{text}\n")
     except BrokenPipeError:
         raise
     except OSError as error:
@@ -100,33 +86,21 @@ def write(path: str | None, text: str) -> None:
 
 def _standard_stream(path: str) -> TextIO | None:
     """Standard output or error, where the path is that of the file it goes to."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, AttributeError):  # it may be closed, or no file
-            if os.path.samestat(os.stat(path), os.fstat(stream.fileno())):
-                return stream
-    return None
+    streams = {os.path.realpath("/dev/stderr"): sys.stderr, os.path.realpath("/dev/stdout"): sys.stdout}
+    return streams.get(os.path.realpath(path))
 
 
 @unwound()  # or the temporary file could stay
-def _replace(target: str, data: bytes) -> None:
-    """target: not a link. The file has the permissions that it had, or those that open() would give it."""
-    if os.path.exists(target):
-        mode = stat.S_IMODE(os.stat(target).st_mode)
-    else:
-        umask = os.umask(0)
-        os.umask(umask)
-        mode = 0o666 & ~umask
-    handle, temporary = tempfile.mkstemp(dir=os.path.dirname(target), prefix=".knapformer.")
+def _replace(target: str, text: str) -> None:
+    """target: not a link. The file keeps its permissions."""
+    temporary = Path(f"{target}.{os.getpid()}")
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, mode)  # mkstemp makes a private file
-        os.replace(temporary, target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+        temporary.write_text(text, encoding="utf-8")
+        if os.path.exists(target):
+            shutil.copymode(target, temporary)
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def cells_of(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, str]:

@@ -34,10 +34,10 @@ REPLAY_G4 = [*REPLAY, "--topology", "g4n1"]
         ([*PLAN_G8, *MIXED, "--json", "-", "--predictions", "-"], "--predictions: got '-', expected another file"),
         ([*PLAN_G8, *MIXED, "--measured", "x"], "--measured: got one without --report"),
         (
-            [*PLAN_G8, *MIXED, "--micro-batches", "2", "--sync", "step", "--predictions", "-"],
-            "--sync: got 'step' with several topologies, ranks or steps, or with predictions",
+            [*PLAN_G8, *MIXED, "--micro-batches", "2", "--sync", "step", "--steps", "2"],
+            "--sync: got 'step', expected it with --micro-batches, of one topology, --ranks and step",
         ),
-        ([*PLAN_G8, *MIXED, "--sync", "step"], "--sync: got 'step' without --micro-batches"),
+        ([*PLAN_G8, *MIXED, "--sync", "step"], "--sync: got 'step', expected it with --micro-batches"),
         ([*PLAN_G8, "--lengths", "x", "--seed", "1"], "--seed: got one beside --lengths"),
         (["replay", "--lengths", "x", "--topology", "g8n4", "--seed", "1"], "--seed: got one beside --lengths"),
         ([*SIMULATE, *TWO, "--batch-size", "2"], "--batch-size: got one beside --data"),

@@ -129,20 +129,23 @@ def test_nothing_is_written_where_no_step_is_predicted(
         "step": plan([[40, 3], [5]], "g2n1", d_model=8, micro_batches=2).to_json(),
         "nothing": plan([[], []], "g2n1", d_model=8).to_json(),
         "lengths": "[[], []]",
+        "steps": "[[40, 3], [5]]",
     }
     for name, content in contents.items():
         (tmp_path / f"{name}.json").write_text(content)
-    for source, what in (
-        (["--from", "step.json"], "the plan of a step of micro-batches"),
-        (["--from", "nothing.json"], "a plan without sequences"),
-        (["--lengths", "lengths.json", "--topology", "g2n1"], "lengths without sequences"),
-        (["--lengths", "lengths.json", "--topology", "g2n1", "--micro-batches", "2"], "lengths without sequences"),
+    lengths = ["--lengths", "lengths.json", "--topology", "g2n1"]
+    step = ["--lengths", "steps.json", "--topology", "g2n1", "--micro-batches", "2", "--sync", "step"]
+    for source in (
+        ["--from", "step.json"],
+        ["--from", "nothing.json"],
+        lengths,
+        [*lengths, "--micro-batches", "2"],
+        step,
     ):
-        for file in ("x.json", "-"):
-            status, out, err = run(capsys, "plan", *source, "--predictions", file, "--json", "plan.json")
-            assert (status, out) == (2, "") and err.count("\n") == 1
-            assert f"knapformer plan: --predictions: got one with {what}, of which nothing is predicted" in err
-            assert len(os.listdir(tmp_path)) == len(contents)
+        status, out, err = run(capsys, "plan", *source, "--predictions", "x.json", "--json", "plan.json")
+        assert (status, out) == (2, "") and err.count("\n") == 1
+        assert "knapformer plan: --predictions: got one where nothing is predicted" in err
+        assert len(os.listdir(tmp_path)) == len(contents)
     status, out, _ = run(capsys, "plan", "--from", "step.json", "--json", "-")
     assert status == 0 and out.strip() == contents["step"].strip()
 

@@ -59,10 +59,6 @@ def add_parser(subparsers: Any) -> None:
         help="of an accelerator (default: of --cluster where it is named)",
     )  # fmt: skip
     add(
-        parser, "--measured-memory", type=_measured_point, metavar="TOKENS:GIB",
-        help="one measured peak, which the memory model is put through",
-    )  # fmt: skip
-    add(
         parser, "--steps", type=cli_args.integer(2, 10**6), default=None,
         help="simulated (default 20; fewer where a step has very many samples)",
     )  # fmt: skip
@@ -82,11 +78,6 @@ def _columns(text: str) -> dict[str, str]:
     if not all(pairs.values()) or not pairs.keys() <= set(MEANINGS):
         raise argparse.ArgumentTypeError(f"got {text!r}, expected WHAT=NAME,..., WHAT one of {', '.join(MEANINGS)}")
     return pairs
-
-
-def _measured_point(text: str) -> tuple[int, float]:
-    tokens, _, gib = text.partition(":")
-    return cli_args.integer(1, 2**62)(tokens), cli_args.number()(gib)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -135,14 +126,6 @@ def _memory(args: argparse.Namespace, source: Source, preset: Preset, planning: 
     """What a rank's memory holds, and the tokens that fit; 0 where memory is not limited."""
     model = planning.model
     memory = MemoryModel.of(model, planning.d_model, source.num_ranks)
-    if args.measured_memory is not None:
-        tokens, gib = args.measured_memory
-        if memory.gib(0) >= gib:
-            raise ArgumentError(
-                f"--measured-memory: got {gib:g} GiB, expected more than the {memory.gib(0):.1f} of parameters and "
-                f"optimizer of {preset.name}"
-            )
-        memory = memory.measured(tokens, gib)
     limit_gib = args.memory_gib or DEVICE_GIB.get(args.cluster or Cluster.names()[0])
     max_tokens = 0 if limit_gib is None else memory.max_tokens(limit_gib)
     if limit_gib is not None and max_tokens == 0:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from knapformer import TrainedModel
 
@@ -45,10 +45,6 @@ class MemoryModel:
         else:
             per_token = model.num_blocks * kept
         return cls(fixed, per_token)
-
-    def measured(self, tokens: int, gib: float) -> MemoryModel:
-        """The model put through one measured point: the fixed part stays, and the tokens take the rest of `gib`."""
-        return replace(self, bytes_per_token=(gib * GIB - self.fixed_bytes) / tokens)
 
     def gib(self, tokens: int) -> float:
         """GiB on a rank that holds this many tokens."""

@@ -88,6 +88,11 @@ def run(args: argparse.Namespace) -> None:
     if args.measured is not None and args.report is None:
         raise ArgumentError("--measured: got one without --report, which shows it, expected none")
     planning, plan, points, took = (_from_lengths if args.plan is None else _from_file)(args)
+    if args.predictions is not None and not points:
+        raise ArgumentError(
+            "--predictions: got one where nothing is predicted, expected sequences, and no --sync step or plan of "
+            "micro-batches"
+        )
     if args.report is not None:
         write_report(args.report, plan, measured_s=None if args.measured is None else measured_of(args.measured))
     write(args.json, plan.to_json())
@@ -124,11 +129,7 @@ def _from_file(args: argparse.Namespace) -> _Made:
     plan = Plan.from_json(Path(args.plan).read_text(encoding="utf-8", errors="replace"))
     planning = cost_args.planning(args, plan, d_model=plan.d_model, gamma=plan.workload.gamma, solver=plan.solver)
     plan, points = plan.on(planning.cluster, planning.model), list[Point]()
-    if plan.num_micro_batches > 1:
-        _check_predicts(args, "the plan of a step of micro-batches")
-    elif not plan.num_tokens:
-        _check_predicts(args, "a plan without sequences")
-    else:
+    if plan.num_micro_batches == 1 and plan.num_tokens:
         ways = ((plan_home(plan), "none"), (plan, str(plan.topology)))
         points = [_point([Step([of])], name, args) for of, name in ways]
     return planning, plan, points, f"{plan.solver}, from {args.plan}"
@@ -137,19 +138,14 @@ def _from_file(args: argparse.Namespace) -> _Made:
 def _from_lengths(args: argparse.Namespace) -> _Made:
     if args.topology is None:
         raise ArgumentError("--topology: got none, expected bags of ranks such as g8n4, or auto")
-    if args.sync == "step" and args.micro_batches is None:
-        raise ArgumentError("--sync: got 'step' without --micro-batches, expected both or neither")
     if args.lengths is not None:
         refuse(args, OF_DRAW, "--lengths")
     planning = cost_args.planning(args)
     ranks, batches_on = _source(args)
     is_one = len(ranks) == len(args.topology) == args.steps == 1
     # Predictions add up micro-batches. Where ranks wait once a step, its time is not that sum.
-    predicts = args.sync == "micro_batch"
-    if not predicts and (not is_one or args.predictions is not None):
-        raise ArgumentError(
-            "--sync: got 'step' with several topologies, ranks or steps, or with predictions, expected 'micro_batch'"
-        )
+    if args.sync == "step" and (args.micro_batches is None or not is_one):
+        raise ArgumentError("--sync: got 'step', expected it with --micro-batches, of one topology, --ranks and step")
     for num_ranks in ranks:
         for topology in args.topology:
             if topology != "auto":
@@ -158,18 +154,11 @@ def _from_lengths(args: argparse.Namespace) -> _Made:
     first = next(draws)
     cost_args.warn_if_far(args, planning, first.batches[0])
     has_tokens = any(lens for of_ranks in first.batches[0] for lens in of_ranks)
-    if not has_tokens:
-        _check_predicts(args, "lengths without sequences")
     plan, elapsed_s = _first_plan(args, replace(first, batches=first.batches[:1]))
     points = []
-    if predicts and has_tokens:
+    if args.sync == "micro_batch" and has_tokens:
         points = [point for draw in (first, *draws) for point in _points(args, draw)]
     return planning, plan, points, f"{plan.solver} in {elapsed_s * 1e3:.3g} ms" if is_one else ""
-
-
-def _check_predicts(args: argparse.Namespace, what: str) -> None:
-    if args.predictions is not None:
-        raise ArgumentError(f"--predictions: got one with {what}, of which nothing is predicted, expected none")
 
 
 def _source(args: argparse.Namespace) -> tuple[list[int], Callable[[int], list[list[Lengths]]]]:

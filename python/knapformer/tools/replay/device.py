@@ -18,8 +18,7 @@ from torch import Tensor
 
 from knapformer._torch import MaskTables
 from knapformer.adapters.config import ModelConfig
-from knapformer.masked import ByPlan
-from knapformer.models.attention import PackedAttention
+from knapformer.models.attention import kernel_for
 from knapformer.models.step import Attend, PackedStep
 from knapformer.tools.measure.blocks import build_kinds, passes
 from knapformer.tools.measure.timing import Work, measured_rounds, relative_spread
@@ -119,9 +118,8 @@ class Replayer:
         queries, keys = [of.num_queries for of in share.rows], [of.num_keys for of in share.rows]
         q, k, v = rows(queries, share.num_heads), rows(keys, share.num_kv_heads), rows(keys, share.num_kv_heads)
         masks, lens, *parts = zip(*share.rows, strict=True)
-        mask = masks[0] if len(set(masks)) == 1 else ""
-        if mask in ("full", "causal"):
-            starts = [of.first_query - of.first_key for of in share.rows]
-            return passes(PackedAttention(mask), (q, k, v, queries, keys, starts), self._checkpointing)
-        tables = MaskTables(masks, lens, list(zip(*parts, strict=True)))
-        return passes(ByPlan(), (q, k, v, tables), self._checkpointing)
+        attend = kernel_for(masks[0] if len(set(masks)) == 1 else None)
+        what: tuple[Any, ...] = (queries, keys, [of.first_query - of.first_key for of in share.rows])
+        if attend.takes_masks:
+            what = (MaskTables(masks, lens, list(zip(*parts, strict=True))),)
+        return passes(attend, (q, k, v, *what), self._checkpointing)
