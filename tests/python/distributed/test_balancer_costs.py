@@ -132,6 +132,14 @@ def check_metrics_and_profiler_ranges(rank: int, world_size: int) -> None:
         assert late_s / 4 < metrics["balancer/waiting_s"] < elapsed_s
     assert metrics["balancer/num_collectives"] == 5 and metrics["balancer/bytes_sent"] > 0
     assert metrics["balancer/gamma"] == balancer.plan.workload.gamma == 0.5
+    made = balancer.plan
+    for name in ("wir_before", "wir_after", "max_over_mean_before", "max_over_mean_after", "tokens_moved"):
+        assert metrics[f"balancer/{name}"] == getattr(made, name)
+    for name in ("tokens_before", "tokens_after"):
+        assert metrics[f"balancer/{name}"] == getattr(made, name)[rank]
+    assert (
+        metrics["balancer/attention_tokens_moved"] == made.attention_tokens_moved and metrics["balancer/planning_s"] > 0
+    )
     balancer.observe(0.25)
 
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:

@@ -43,14 +43,5 @@ TEST(CommGroup, CountsWhatItMoves) {
   });
 }
 
-TEST(CommGroup, StartsNothingOnceProcessGroupsAreReleased) {
-  testing::InProcessWorld world(1);
-  const auto group = join(world, 0, "released");
-  EXPECT_EQ(group->control_device(), at::kCPU);
-  CommGroup::release_process_groups();
-  EXPECT_THROW(group->process_group(), StateError);
-  EXPECT_THROW(group->control_device(), StateError);
-}
-
 }  // namespace
 }  // namespace knapformer

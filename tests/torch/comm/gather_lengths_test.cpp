@@ -36,10 +36,14 @@ TEST(GatherLengths, TellsEachRankWhatAllRanksSay) {
     const std::vector<std::vector<int64_t>> lens = {{5, 6}, {}, {7, 9, 8}};
     std::vector<std::vector<std::optional<Mask>>> masks(3);
     for (const char* text : {"c5 f2", "causal", "c5 f3"}) masks[2].emplace_back(Mask::parse(text));
+    const std::vector<std::vector<double>> work = {{0.1, 1e30}, {}, {1e-30, 2, 3}};
+    const std::vector<std::vector<SampleBytes>> bytes = {{{32, 4}, {48, 8}}, {}, {{64, 2}, {80, 1}, {16, 3}}};
     const auto r = static_cast<size_t>(rank);
     const GatheredLengths all =
         self.gather(lens[r], {.lengths = {},
                               .masks = masks[r],
+                              .work = work[r],
+                              .sample_bytes = bytes[r],
                               .statuses = {rank == 1 ? DataStatus::kEnded : DataStatus::kActive},
                               .observed = {{.first_plan = rank, .last_plan = 2 * rank, .seconds = 0.5 * rank}}});
     for (int32_t other = 0; other < 3; ++other) {
@@ -52,7 +56,15 @@ TEST(GatherLengths, TellsEachRankWhatAllRanksSay) {
     ASSERT_EQ(all.masks.size(), 5);
     EXPECT_FALSE(all.masks[0] || all.masks[1]);
     for (size_t s = 0; s < 3; ++s) EXPECT_EQ(all.masks[2 + s], masks[2][s]);
-    EXPECT_TRUE(self.gather(lens[r]).masks.empty());
+    EXPECT_EQ(all.work, (std::vector{0.1, 1e30, 1e-30, 2.0, 3.0}));
+    ASSERT_EQ(all.sample_bytes.size(), 5);
+    for (size_t s = 0; s < 5; ++s) {
+      const SampleBytes& expected = s < 2 ? bytes[0][s] : bytes[2][s - 2];
+      EXPECT_EQ(std::pair(all.sample_bytes[s].fixed, all.sample_bytes[s].per_token),
+                std::pair(expected.fixed, expected.per_token));
+    }
+    const GatheredLengths none = self.gather(lens[r]);
+    EXPECT_TRUE(none.masks.empty() && none.work.empty() && none.sample_bytes.empty());
   });
 }
 
@@ -75,71 +87,6 @@ TEST(GatherLengths, GrowsItsBufferOnAllRanksTogether) {
     gather(5000, 2);
     gather(0, 1);
   });
-}
-
-TEST(GatherLengths, TellsGivenWorkBitForBit) {
-  testing::InProcessWorld world(3);
-  world.run_all([&](int32_t rank) {
-    Member self(world, rank);
-    const std::vector<std::vector<int64_t>> lens = {{5, 6}, {}, {7}};
-    const std::vector<std::vector<double>> work = {{0.1, 1e30}, {}, {1e-30}};
-    const auto r = static_cast<size_t>(rank);
-    const GatheredLengths all = self.gather(lens[r], {.lengths = {}, .masks = {}, .work = work[r]});
-    EXPECT_EQ(all.work, (std::vector{0.1, 1e30, 1e-30}));
-    EXPECT_TRUE(self.gather(lens[r]).work.empty());
-    // Beside the others' masks, and beyond the first capacity.
-    const std::vector<int64_t> many(100, 3);
-    const std::vector<std::optional<Mask>> masks(rank == 1 ? 100 : 0, Mask::parse("c1 f2"));
-    std::vector<double> of_many(100);
-    std::iota(of_many.begin(), of_many.end(), 0.5 + 1000 * rank);
-    const GatheredLengths long_ones = self.gather(many, {.lengths = {}, .masks = masks, .work = of_many});
-    ASSERT_EQ(long_ones.work.size(), 300);
-    EXPECT_EQ(long_ones.work[101], 1001.5);
-    EXPECT_EQ(long_ones.work[299], 2099.5);
-  });
-}
-
-TEST(GatherLengths, WorkOfSomeRanksAloneIsAnErrorOnAll) {
-  testing::InProcessWorld world(3);
-  world.run_all([&](int32_t rank) {
-    Member self(world, rank);
-    const std::vector<int64_t> lens(rank == 1 ? 0 : 2, 5);
-    const std::vector<double> work(rank == 2 ? 2 : 0, 1.0);
-    try {
-      self.gather(lens, {.lengths = {}, .masks = {}, .work = work});
-      ADD_FAILURE() << "no error on rank " << rank;
-    } catch (const ArgumentError& error) {
-      EXPECT_STREQ(error.what(),
-                   "work: got none on rank 0, expected that of each sequence, as on rank 2, or none on any rank");
-    }
-  });
-}
-
-TEST(GatherLengths, TellsTheBytesOfSamples) {
-  testing::InProcessWorld world(3);
-  world.run_all([&](int32_t rank) {
-    Member self(world, rank);
-    const std::vector<std::vector<int64_t>> lens = {{5, 6}, {}, {7}};
-    const std::vector<std::vector<SampleBytes>> bytes = {{{32, 4}, {48, 8}}, {}, {{64, 2}}};
-    const auto r = static_cast<size_t>(rank);
-    const std::vector<std::optional<Mask>> masks(lens[r].size(), Mask::parse("causal"));
-    const GatheredLengths all = self.gather(lens[r], {.lengths = {}, .masks = masks, .sample_bytes = bytes[r]});
-    ASSERT_EQ(all.sample_bytes.size(), 3);
-    for (const size_t i : {0, 1, 2}) {
-      const SampleBytes& expected = i < 2 ? bytes[0][i] : bytes[2][0];
-      EXPECT_EQ(all.sample_bytes[i].fixed, expected.fixed);
-      EXPECT_EQ(all.sample_bytes[i].per_token, expected.per_token);
-    }
-    for (const std::optional<Mask>& mask : all.masks) EXPECT_EQ(mask, Mask::parse("causal"));
-    EXPECT_TRUE(self.gather(lens[r]).sample_bytes.empty());
-  });
-}
-
-TEST(GatherLengths, NamesAWidthThatDiffers) {
-  testing::InProcessWorld world(2);
-  for (const auto& error : world.run([&](int32_t rank) { Member(world, rank).gather({1}, {}, rank == 0 ? 8 : 9); })) {
-    EXPECT_EQ(testing::describe(error), "ArgumentError: d_model: got 9 on rank 1, expected 8, as on rank 0");
-  }
 }
 
 }  // namespace

@@ -5,7 +5,6 @@
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>
-#include <torch/csrc/autograd/autograd.h>
 
 #include <cstring>
 #include <random>
@@ -307,23 +306,6 @@ TEST_P(ExchangeEngines, MovesRunsThatThreadsDivide) {
   });
 }
 
-TEST_P(ExchangeEngines, DifferentiatesTwice) {
-  const World world = make_world(swap_pattern(), 6);
-  InProcessWorld ranks(2);
-  ranks.run_all([&](int32_t rank) {
-    const auto group = make_group(ranks, rank);
-    const auto r = static_cast<size_t>(rank);
-    const at::Tensor x = (at::arange(5, at::kDouble) + 10 * rank + 1).set_requires_grad(true);
-    const at::Tensor y = exchange_by(packed(world.tables[r], GetParam()), {x}, *group, "test")[0];
-    // d/dx of sum(y^3) is 3 x^2, of its sum 6 x.
-    const at::Tensor first =
-        torch::autograd::grad({y.pow(3).sum()}, {x}, {}, /*retain_graph=*/true, /*create_graph=*/true)[0];
-    EXPECT_TRUE(at::allclose(first, 3 * x * x));
-    first.sum().backward();
-    EXPECT_TRUE(at::allclose(x.grad(), 6 * x));
-  });
-}
-
 TEST(Exchange, RefusesWhatDoesNotFitItsTables) {
   const World world = make_world(swap_pattern(), 9);
   InProcessWorld ranks(2);
@@ -367,6 +349,10 @@ TEST(Exchange, RefusesArgumentsOfTheOpThatDoNotFitEachOther) {
   EXPECT_THROW(call(right.tables, right.layout, {0}, {0}, right.names), ArgumentError);
   EXPECT_THROW(call(right.tables, right.layout, {0}, {0, 0}, {"group"}), ArgumentError);
   EXPECT_THROW(call(right.tables, right.layout, {0}, {0, 0}, {"no such group", "test"}), StateError);
+  for (const at::Tensor& table : {at::Tensor(), at::zeros({20}, at::kLong), at::zeros({2}, at::kLong),
+                                  at::zeros({20}, at::kInt), at::zeros({4, 5}, at::kLong)}) {
+    EXPECT_THROW(PackedEndView({.table = table, .rows = {}, .index = {}}), ArgumentError);
+  }
 }
 
 }  // namespace
