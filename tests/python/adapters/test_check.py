@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -41,7 +42,10 @@ def test_what_differs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_processes_share_the_samples() -> None:
-    assert check(MODEL).splitlines()[-1] == "shared by 2 ranks  the same"
+    *_, shared, kept = check(MODEL).splitlines()
+    assert shared == "shared by 2 ranks  the same"
+    found = re.fullmatch(r"kept for backward  ([\d.]+) of its own calls' bytes; without samples ([\d.]+)", kept)
+    assert found and 0.7 < float(found[1]) < 1.2 and float(found[2]) < 0.1
 
 
 def test_what_cannot_be_checked_is_named() -> None:
