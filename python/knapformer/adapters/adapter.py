@@ -146,9 +146,11 @@ def of_kinds(lens: Tensor, spans: Sequence[tuple[int, int]], device: torch.devic
 class Adapter(ABC):
     """For one class of models. Everything here is called with the user's own model and the model's own modules."""
 
-    # For the table in docs/integration.md: what is planned and moved, and what a packed call refuses.
+    # For the table in docs/integration.md: what is planned and moved, what a packed call refuses, and the first version
+    # of the class's package with which check() finds no difference.
     sequence: ClassVar[str] = "text and image tokens"
     left_out: ClassVar[str] = ""
+    since: ClassVar[str] = "0.37"
 
     required: ClassVar[tuple[str, ...]]
     optional: ClassVar[tuple[str, ...]] = ()

@@ -9,6 +9,7 @@ import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -170,9 +171,9 @@ def check(transformer: Any, *, ranks: int = 2, **fields: Any) -> str:
 
 def _memory(small: SmallModel) -> str:
     model, samples = small.make(), small.samples()
-    own = sum(_kept_bytes(model, lambda of=sample: small.adapter.own(model, of)) for sample in samples)
+    own = sum(_kept_bytes(model, partial(small.adapter.own, model, sample)) for sample in samples)
     balance(model)
-    packed, none = (_kept_bytes(model, lambda of=of: model(of).tensors) for of in (samples, []))
+    packed, none = (_kept_bytes(model, partial(model, of)) for of in (samples, []))
     return f"{'kept for backward':<18} {packed / own:.2f} of its own calls' bytes; without samples {none / own:.2f}"
 
 

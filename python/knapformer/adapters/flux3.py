@@ -39,6 +39,7 @@ def final_norm(norm: Any, x: Tensor, cond: Tensor, packed: Packed) -> Tensor:
 
 
 class Flux3(JointAdapter):
+    since = "0.42"
     sequence = "text, image and reference tokens"
     optional = ("image_cond_hidden_states", "image_cond_ids", "target_timestep")
     input_layer = "context_embedder"

@@ -159,6 +159,7 @@ def block(
 
 
 class LTX2(JointAdapter):
+    since = "0.38"
     sequence = "audio and video tokens; their texts travel beside"
     left_out = "masks of video tokens, keyframes, guidance by perturbed or isolated modalities"
     required = (

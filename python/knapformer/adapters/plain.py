@@ -16,6 +16,7 @@ from knapformer.models.transformer import TransformerBlock
 
 
 class Plain(Adapter):
+    since = ""
     sequence = "tokens"
     required = ("hidden_states",)
     input_layer = "in_proj"

@@ -60,6 +60,7 @@ def final_layer(layer: Any, x: Tensor, cond: Tensor, packed: Packed) -> Tensor:
 
 
 class TorchtitanFlux(JointAdapter):
+    since = "0.3"
     required = ("img", "img_ids", "txt", "txt_ids", "timesteps", "y")  # in the order of forward
     batched = required
     input_layer = "img_in"

@@ -24,10 +24,10 @@ def samples_of() -> list[Sample]:
 
 
 def test_the_guide_lists_the_classes() -> None:
-    rows = ["| class | balanced sequence | not in a packed call |", "| --- | --- | --- |"]
+    rows = ["| class | since | balanced sequence | not in a packed call |", "| --- | --- | --- | --- |"]
     for name in registry.names():
         adapter = registry.adapter_named(name)
-        rows.append(f"| `{name}` | {adapter.sequence} | {adapter.left_out} |")
+        rows.append(f"| `{name}` | {adapter.since} | {adapter.sequence} | {adapter.left_out} |")
     assert "\n".join(rows) in GUIDE.read_text()
 
 
