@@ -9,7 +9,7 @@
 #include "knapformer/core/cost/accumulation.h"
 #include "knapformer/core/cost/bounds.h"
 #include "knapformer/core/plan/step_plan.h"
-#include "knapformer/core/plan/step_plan_json.h"
+#include "knapformer/core/plan/plan_json.h"
 #include "knapformer/core/planners/whole_step/fill_ranks.h"
 #include "knapformer/core/util/error.h"
 
@@ -164,7 +164,7 @@ std::vector<std::tuple<int32_t, int64_t, int64_t>> chunks_on(const StepPlan& pla
 std::string to_json(const StepPlan& plan) {
   std::vector<PlanPrediction> of_plans;
   for (const Plan& micro_batch : plan.plans()) of_plans.push_back(prediction_of(micro_batch));
-  return step_plan_to_json(plan, prediction_of(plan), of_plans);
+  return plan_to_json(plan, prediction_of(plan), of_plans);
 }
 
 std::string describe(const StepPlan& plan) {
@@ -334,11 +334,11 @@ void bind_plan(py::module_& m) {
            "Checks every promise of a plan; raises StateError with the first one broken.")
       .def("to_json", &to_json, "The plan as text, to be read by from_json.")
       .def_static(
-          "from_json", [](const py::object& json) { return step_plan_from_json(text_from(json, "json")); },
+          "from_json", [](const py::object& json) { return plan_from_json(text_from(json, "json")); },
           py::arg("json"),
           "The plan that to_json wrote. Raises ArgumentError where the text holds no plan, or no valid one.")
       .def(py::self == py::self)
       .def(py::pickle([](const StepPlan& p) { return py::str(to_json(p)); },
-                      [](const py::str& s) { return step_plan_from_json(s.cast<std::string>()); }))
+                      [](const py::str& s) { return plan_from_json(s.cast<std::string>()); }))
       .def("__repr__", &describe);
 }

@@ -7,7 +7,6 @@
 #include "knapformer/core/cost/step_time.h"
 #include "knapformer/core/model/data_mix.h"
 #include "knapformer/core/plan/plan_json.h"
-#include "knapformer/core/plan/step_plan_json.h"
 #include "knapformer/core/planners/planner.h"
 #include "knapformer/core/planners/whole_step/micro_batches.h"
 
@@ -36,8 +35,8 @@ PlanInput input_of(const char* mix, const char* topology, int64_t step) {
 
 /// JSON has the shortest text of each number that gives it back, so equal texts are equal bits.
 std::string text_of(const Plan& plan) {
-  const double seconds = predict_step(plan).total_s();
-  return plan_to_json(plan, {.predicted_time_s = seconds});
+  const PlanPrediction prediction{.predicted_time_s = predict_step(plan).total_s()};
+  return plan_to_json(StepPlan(std::make_shared<const Plan>(plan)), prediction, {&prediction, 1});
 }
 
 }  // namespace

@@ -62,8 +62,8 @@ T json_field(const Json& json, const char* name) {
   return value;
 }
 
-/// Parses an object whose "format" is `format`, or `other`.
-inline Json parse_json(std::string_view json_text, std::string_view format, std::string_view other = {}) {
+/// Parses an object.
+inline Json parse_json(std::string_view json_text) {
   Json json;
   try {
     json = Json::parse(json_text, [](int depth, Json::parse_event_t, Json&) {
@@ -78,9 +78,12 @@ inline Json parse_json(std::string_view json_text, std::string_view format, std:
     throw_argument("plan", text("JSON that cannot be read (", error.what(), ")"), "numbers in the range of a double");
   }
   if (!json.is_object()) throw_argument("plan", text("JSON of type ", json.type_name()), "an object");
-  const auto got = json_field<std::string>(json, "format");
-  if (got != format && got != other) throw_argument("plan", text("format '", got, "'"), text("'", format, "'"));
   return json;
+}
+
+inline void check_format(const Json& json, std::string_view format) {
+  const auto got = json_field<std::string>(json, "format");
+  if (got != format) throw_argument("plan", text("format '", got, "'"), text("'", format, "'"));
 }
 
 }  // namespace knapformer

@@ -2,10 +2,11 @@
 #pragma once
 
 #include <algorithm>
+#include <span>
 #include <string>
 #include <string_view>
 
-#include "knapformer/core/plan/plan.h"
+#include "knapformer/core/plan/step_plan.h"
 
 namespace knapformer {
 
@@ -18,12 +19,12 @@ struct PlanPrediction {
   double gap() const { return lower_bound_s > 0 ? std::max(predicted_time_s / lower_bound_s - 1, 0.0) : 0; }
 };
 
-inline constexpr std::string_view kPlanFormat = "knapformer.plan/2";
-
-/// Input, decision and what follows from the decision; docs/plan_format.md describes the fields.
-std::string plan_to_json(const Plan& plan, const PlanPrediction& prediction);
+/// Input, decision and what follows from the decision; docs/plan_format.md describes the fields. of_plans: the
+/// prediction of each micro-batch. A step of one micro-batch is written as its plan.
+std::string plan_to_json(const StepPlan& plan, const PlanPrediction& prediction,
+                         std::span<const PlanPrediction> of_plans);
 /// Reads the plan that plan_to_json wrote. What follows from the decision is computed anew, and the plan is validated.
 /// Throws ArgumentError (argument "plan"), which names the field, if the text is no such JSON.
-Plan plan_from_json(std::string_view json);
+StepPlan plan_from_json(std::string_view json);
 
 }  // namespace knapformer

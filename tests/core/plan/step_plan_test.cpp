@@ -5,7 +5,7 @@
 
 #include <nlohmann/json.hpp>
 
-#include "knapformer/core/plan/step_plan_json.h"
+#include "knapformer/core/plan/plan_json.h"
 #include "knapformer/core/util/error.h"
 #include "tests/core/cases.h"
 
@@ -69,8 +69,8 @@ TEST(StepPlan, ValidateSeesPlansOfOtherSequences) {
 TEST(StepPlan, JsonHoldsIt) {
   const StepPlan plan = planned(two_ranks(), {1, 0, 1, 1, 0});
   const std::string json =
-      step_plan_to_json(plan, {.predicted_time_s = 3, .lower_bound_s = 2}, std::vector<PlanPrediction>(2));
-  EXPECT_EQ(step_plan_from_json(json), plan);
+      plan_to_json(plan, {.predicted_time_s = 3, .lower_bound_s = 2}, std::vector<PlanPrediction>(2));
+  EXPECT_EQ(plan_from_json(json), plan);
   const auto parsed = nlohmann::json::parse(json);
   EXPECT_EQ(parsed["format"], "knapformer.step_plan/1");
   EXPECT_EQ(parsed["sync"], "step");
@@ -88,18 +88,18 @@ TEST(StepPlan, JsonKeepsPairsThatNoDoubleHolds) {
                                       .attention_pairs = {kPairs, kPairs}},
                         .num_micro_batches = 2};
   const StepPlan plan = planned(input, {0, 1});
-  EXPECT_EQ(step_plan_from_json(step_plan_to_json(plan, {}, std::vector<PlanPrediction>(2))), plan);
+  EXPECT_EQ(plan_from_json(plan_to_json(plan, {}, std::vector<PlanPrediction>(2))), plan);
 }
 
 TEST(StepPlan, JsonThatIsNoneNamesTheField) {
   const StepPlan plan = planned(two_ranks(), {1, 0, 1, 1, 0});
-  const auto json = nlohmann::json::parse(step_plan_to_json(plan, {}, std::vector<PlanPrediction>(2)));
+  const auto json = nlohmann::json::parse(plan_to_json(plan, {}, std::vector<PlanPrediction>(2)));
   const auto refused = [&](const char* name, const nlohmann::json& value) {
     nlohmann::json changed = json;
     changed[name] = value;
-    EXPECT_THROW(step_plan_from_json(changed.dump()), ArgumentError) << name << ": " << value;
+    EXPECT_THROW(plan_from_json(changed.dump()), ArgumentError) << name << ": " << value;
     changed.erase(name);
-    EXPECT_THROW(step_plan_from_json(changed.dump()), ArgumentError) << name;
+    EXPECT_THROW(plan_from_json(changed.dump()), ArgumentError) << name;
   };
   refused("format", "knapformer.plan/2");
   refused("sync", "never");
@@ -108,8 +108,8 @@ TEST(StepPlan, JsonThatIsNoneNamesTheField) {
   refused("micro_batch_of_sequence", {1, 0, 1, 1});
   refused("micro_batch_of_sequence", {1, 0, 1, 1, 2});
   refused("micro_batch_of_sequence", {1, 1, 1, 1, 0});
-  EXPECT_THROW(step_plan_from_json("{"), ArgumentError);
-  EXPECT_THROW(step_plan_from_json("[]"), ArgumentError);
+  EXPECT_THROW(plan_from_json("{"), ArgumentError);
+  EXPECT_THROW(plan_from_json("[]"), ArgumentError);
 }
 
 TEST(StepPlan, SyncHasTwoNames) {

@@ -7,7 +7,6 @@
 #include <limits>
 #include <random>
 
-#include "knapformer/core/plan/plan_json.h"
 #include "knapformer/core/planners/planner.h"
 #include "knapformer/core/util/error.h"
 #include "tests/core/cases.h"
@@ -16,7 +15,7 @@
 namespace knapformer {
 namespace {
 
-TEST(BalancedSolver, PlansAreValidEqualAndSurviveJson) {
+TEST(BalancedSolver, PlansAreValidAndEqual) {
   for (uint64_t seed = 0; seed < 150; ++seed) {
     Cases cases(seed);
     PlanInput in = cases.input(seed % 3 != 0, 4000);
@@ -28,7 +27,6 @@ TEST(BalancedSolver, PlansAreValidEqualAndSurviveJson) {
     const Plan plan = balanced(in, {.moves = 500});
     ASSERT_NO_THROW(plan.validate()) << "seed " << seed;
     EXPECT_EQ(plan, balanced(in, {.moves = 500})) << "seed " << seed;
-    EXPECT_EQ(plan, plan_from_json(plan_to_json(plan, prediction_of(plan)))) << "seed " << seed;
     EXPECT_GE(step_s(plan), lower_bound_s(plan.input()) * (1 - 1e-12)) << "seed " << seed;
     EXPECT_GE(prediction_of(plan).gap(), -1e-12);
   }
