@@ -257,12 +257,12 @@ bench: $(VENV)/.installed $(VENV)/.test $(VENV)/.bench
 	mkdir -p build/bench
 	build/benchmarks/bench/bench_planner --benchmark_out=build/bench/planner.json --benchmark_out_format=json
 	$(BIN)/python bench/bench_exchange.py --json build/bench/exchange.json
-	$(BIN)/python bench/bench_host.py --json build/bench/host.json
 	$(BIN)/python bench/bench_checkpointing.py --json build/bench/checkpointing.json
 	$(BIN)/python bench/bench_simulate.py --json build/bench/simulate.json
 	$(BIN)/python bench/bench_reality.py --folder build/bench/reality --json build/bench/reality.json
 	$(BIN)/python bench/bench_hosts.py --json build/bench/hosts.json
 	$(BIN)/python bench/bench_solvers.py --json build/bench/solvers.json
+	$(BIN)/python bench/bench_others.py --json build/bench/others.json
 	$(BIN)/python bench/bench_micro_batches.py --json build/bench/micro_batches.json
 	$(BIN)/python bench/bench_sampler.py --json build/bench/sampler.json
 	$(BIN)/python bench/bench_adapters.py --json build/bench/adapters.json

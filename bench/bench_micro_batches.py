@@ -1,4 +1,4 @@
-"""How good plans of whole optimizer steps are: time over ideal, tokens exchanged, and planning time.
+"""How good plans of whole optimizer steps are: time over ideal, and tokens exchanged.
 
     python bench/bench_micro_batches.py --json build/bench/micro_batches.json
 
@@ -10,7 +10,6 @@ forward pass on the cluster of bench_solvers.py, which also measures them, from 
     given     `time` where each rank's list is cut into K parts in its order, and each part is planned by itself
     exchanged fraction of the tokens that leave their rank in each all-to-all of attention
     tokens    the most of any rank in any micro-batch, over the mean of a rank and micro-batch
-    ms        time to plan
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ import statistics
 from collections.abc import Iterable
 from functools import partial
 
-from bench_solvers import CLUSTER, D_MODEL, MODEL, Lengths, measure, of_plan, timed, work
+from bench_solvers import CLUSTER, D_MODEL, MODEL, Lengths, measure, of_plan, work
 from driver import parser_of, write_results
 from knapformer.tools.ways import micro_batches_of_step
 
 import knapformer
 
 NUM_RANKS, TOPOLOGY = 32, "g8/4/2/1n4"
-NAMES = ("time", "bound", "given", "exchanged", "tokens", "ms")
+NAMES = ("time", "bound", "given", "exchanged", "tokens")
 
 
 def step_of(mix: str, seed: int, num_micro_batches: int) -> Lengths:
@@ -66,7 +65,7 @@ def main() -> None:
                 figures: list[tuple[float, ...]] = []
                 for seed in range(args.seeds):
                     step = step_of(mix, seed, k)
-                    plan, seconds = timed(partial(planned, step, effort=args.effort, micro_batches=k), 1)
+                    plan = planned(step, effort=args.effort, micro_batches=k)
                     ideal_s = total_work(step, gamma) / NUM_RANKS / CLUSTER.flops_per_s
                     given = [planned(part, effort="low") for part in micro_batches_of_step(step, k)]
                     figures.append((
@@ -75,7 +74,6 @@ def main() -> None:
                         over_ideal(given, gamma),
                         plan.exchanged_fraction,
                         plan.max_tokens * NUM_RANKS * k / plan.num_tokens,
-                        seconds * 1e3,
                     ))  # fmt: skip
                 means = dict(zip(NAMES, map(statistics.fmean, zip(*figures, strict=True)), strict=True))
                 rows.append({"mix": mix, "gamma": gamma, "micro_batches": k, **means})

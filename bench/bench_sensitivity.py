@@ -71,15 +71,8 @@ def gamma_rows(num_steps: int) -> list[dict[str, object]]:
                         g: statistics.fmean(paid(planned, true) for planned in by_gamma[g]) / right
                         for g in PLANNED_GAMMAS
                     }
-                    rows.append(
-                        {
-                            "mix": mix,
-                            "micro_batches": micro_batches,
-                            "topology": topology,
-                            "true_gamma": true,
-                            "over": over,
-                        }
-                    )
+                    row = {"mix": mix, "micro_batches": micro_batches, "topology": topology}
+                    rows.append(row | {"true_gamma": true, "over": over})
                 cells = " | ".join(
                     "/".join(f"{row['over'][g]:.3f}" for g in PLANNED_GAMMAS) for row in rows[-len(TRUE_GAMMAS) :]
                 )

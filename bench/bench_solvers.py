@@ -8,16 +8,14 @@ Every planner's result is reduced to the ranks and chunk lengths of each sequenc
     eff       slowest group's predicted time of one block over (total work / ranks / rate). A group of ranks that share
               sequences takes its longest per-token phase plus its longest attention phase, exchange included.
     exchanged fraction of the tokens that are exchanged in attention.
-    ms        time to plan, best of several. That of planners in Python includes Python's overhead.
 
 Peers:
 
     published     the published implementation's planner, where --published names a checkout of it: its own
                   plan_routing, with the lengths put in place of what it gathers over a process group.
-    greedy        the same method in this project, on flat topologies.
+    greedy        the same method in this project, on flat topologies; in bags of one rank it is "longest first".
     karmarkar-karp  the largest differencing method over ranks, as used for balancing sequences in RL training. Shares
                   no sequence: one that exceeds the mean stays whole.
-    longest first each sequence whole, longest first, to the rank with the least work.
     milp          groups of ranks and sequences assigned to them by a mixed-integer program with a time limit, in
                   FlexSP's formulation (disjoint groups, every sequence of a group shared by all of it, lengths in
                   buckets), solved by HiGHS: milp_planner.py, which needs `pip install highspy`.
@@ -31,14 +29,11 @@ import heapq
 import random
 import re
 import statistics
-import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from driver import parser_of, published_module, write_results
+from driver import module_at, parser_of, write_results
 
 import knapformer
 
@@ -151,18 +146,7 @@ def of_plan(plan: knapformer.Plan) -> Shares:
     return [Share(first, tuple(lens)) for first, lens in zip(plan.first_rank_of_sequence, chunks, strict=True)]
 
 
-# --- planners: lengths, gamma -> shares. A call that is short is repeated, and its shortest time counts (`timed`).
-
-
-def longest_first(seq_lens: Lengths, gamma: float) -> Shares:
-    flat = [length for lens in seq_lens for length in lens]
-    heap = [(0.0, rank) for rank in range(len(seq_lens))]
-    shares: list[Share | None] = [None] * len(flat)
-    for i in sorted(range(len(flat)), key=lambda i: (-flat[i], i)):
-        load, rank = heap[0]
-        heapq.heapreplace(heap, (load + work(flat[i], gamma), rank))
-        shares[i] = Share(rank, (flat[i],))
-    return [share for share in shares if share is not None]
+# --- planners: lengths, gamma -> shares
 
 
 def karmarkar_karp(seq_lens: Lengths, gamma: float) -> Shares:
@@ -208,10 +192,10 @@ class PublishedPlanner:
     """The published implementation's plan_routing, without its process group and device."""
 
     def __init__(self, checkout: Path) -> None:
-        self.module: Any = published_module(checkout)
+        self.module = module_at(checkout / "knapformer/sequence_balancer.py", "einops")
         self.module.UlyssesBag = lambda *_: None  # plan_routing makes it last, and it only moves data
 
-    def __call__(self, seq_lens: Lengths, gamma: float, topology: str) -> tuple[Shares, float]:
+    def __call__(self, seq_lens: Lengths, gamma: float, topology: str) -> Shares:
         (size, count) = (int(n) for n in re.fullmatch(r"g(\d+)n(\d+)", topology).groups())  # type: ignore[union-attr]
         published = object.__new__(self.module.SequenceBalancer)
         published.gamma, published.this_gpu_id, published.metrics = gamma, 0, {}
@@ -236,29 +220,14 @@ class PublishedPlanner:
                     sequence += 1
 
         published._gather_workloads = lengths_in_place
-        start = time.perf_counter()
         published.plan_routing([], D_MODEL)
-        elapsed_s = time.perf_counter() - start
         first_rank: dict[int, int] = {}
         lens_of: dict[int, list[int]] = {}
         for chunk in sorted(published.balance_chunk_id2gpu_id):
             sequence = published.chunk_id2seq_id[chunk]
             first_rank.setdefault(sequence, published.balance_chunk_id2gpu_id[chunk])
             lens_of.setdefault(sequence, []).append(published.chunk_id2chunk_len[chunk])
-        return [Share(first_rank[s], tuple(lens_of[s])) for s in sorted(first_rank)], elapsed_s
-
-
-def timed(plan: Callable[[], Any], repeats: int) -> tuple[Any, float]:
-    """The result, and the shortest time in seconds; a plan that takes long is made once."""
-    best = float("inf")
-    result = None
-    for _ in range(repeats):
-        start = time.perf_counter()
-        result = plan()
-        best = min(best, time.perf_counter() - start)
-        if best > 0.2:
-            break
-    return result, best
+        return [Share(first_rank[s], tuple(lens_of[s])) for s in sorted(first_rank)]
 
 
 def run_seed(
@@ -266,42 +235,23 @@ def run_seed(
 ) -> dict[str, dict[str, float]]:
     ranks, gamma = workload.num_ranks, workload.gamma
     seq_lens = workload.lengths(seed)
-    results: dict[str, dict[str, float]] = {}
 
-    def record(name: str, shares: Shares | None, elapsed_s: float) -> None:
-        if shares is not None:
-            results[name] = {**measure(seq_lens, shares, gamma), "ms": elapsed_s * 1e3}
-        print(f"  {workload.name} {gamma} seed {seed} {name}: {elapsed_s * 1e3:.3g} ms", file=sys.stderr, flush=True)
+    def plan_of(topology: str, **how: str) -> Shares:
+        settings: Any = {"d_model": D_MODEL, "gamma": gamma, "cluster": CLUSTER, "model": MODEL, **how}
+        return of_plan(knapformer.plan(seq_lens, topology, **settings))
 
-    def plan_of(topology: str, solver: str, effort: str, repeats: int) -> tuple[knapformer.Plan, float]:
-        return timed(
-            lambda: knapformer.plan(
-                seq_lens,
-                topology,
-                d_model=D_MODEL,
-                gamma=gamma,
-                solver=solver,
-                effort=effort,
-                cluster=CLUSTER,
-                model=MODEL,
-            ),
-            repeats,
-        )
-
+    made: dict[str, Shares] = {}
     for size in (1, 2, 4, 8):
         topology = f"g{size}n{ranks // size}"
-        plan, s = plan_of(topology, "greedy", "default", args.repeats)
-        record(f"greedy g{size}", of_plan(plan), s)
+        made[f"greedy g{size}"] = plan_of(topology, solver="greedy")
         if published is not None and size in (4, 8):
-            record(f"published g{size}", *published(seq_lens, gamma, topology))
-    record("longest first", *timed(lambda: longest_first(seq_lens, gamma), args.repeats))
-    record("karmarkar-karp", *timed(lambda: karmarkar_karp(seq_lens, gamma), 1))
+            made[f"published g{size}"] = published(seq_lens, gamma, topology)
+    made["karmarkar-karp"] = karmarkar_karp(seq_lens, gamma)
     if args.milp_seconds > 0 and seed < args.milp_seeds:
-        record("milp", *timed(lambda: milp(seq_lens, gamma, args.milp_seconds), 1))
+        made["milp"] = milp(seq_lens, gamma, args.milp_seconds)
     for effort in ("low", "default", "high"):
-        plan, s = plan_of(f"g8/4/2/1n{ranks // 8}", "balanced", effort, 1 if effort == "high" else args.repeats)
-        record(f"balanced {effort}", of_plan(plan), s)
-    return results
+        made[f"balanced {effort}"] = plan_of(f"g8/4/2/1n{ranks // 8}", effort=effort)
+    return {name: measure(seq_lens, shares, gamma) for name, shares in made.items()}
 
 
 def run_workload(
@@ -312,31 +262,22 @@ def run_workload(
     rows = []
     for name in by_seed[0]:
         values = [results[name] for results in by_seed if name in results]
-        row: dict[str, Any] = {"workload": workload.name, "gamma": workload.gamma, "ranks": workload.num_ranks}
-        row |= {"planner": name, "seeds": len(values)}
-        for key in values[0]:
-            numbers = [v[key] for v in values]
-            row[key] = statistics.median(numbers) if key == "ms" else statistics.fmean(numbers)
-        rows.append(row)
+        row = {"workload": workload.name, "gamma": workload.gamma, "planner": name, "seeds": len(values)}
+        rows.append(row | {key: statistics.fmean(value[key] for value in values) for key in values[0]})
     return rows
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
-    """eff, exchanged and ms by planner and workload; with the best topology where a planner has to be given one."""
-    workloads = list(dict.fromkeys((row["workload"], row["gamma"]) for row in rows))
-    planners = dict.fromkeys(re.sub(r" g\d$", "", row["planner"]) for row in rows)
-    lines = [["eff, exchanged, ms", *(f"{name} {gamma}" for name, gamma in workloads)]]
-    lines.append(["---"] * len(lines[0]))
+    """eff and exchanged by planner and workload; with the best topology where a planner has to be given one."""
+    its: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        its.setdefault((re.sub(r" g\d$", "", row["planner"]), f"{row['workload']} {row['gamma']}"), []).append(row)
+    planners, workloads = (list(dict.fromkeys(names)) for names in zip(*its, strict=True))
+    lines = [["eff, exchanged", *workloads], ["---"] * (len(workloads) + 1)]
     for planner in planners:
-        cells = [planner]
-        for workload in workloads:
-            its = [
-                row for row in rows
-                if (row["workload"], row["gamma"]) == workload and re.sub(r" g\d$", "", row["planner"]) == planner
-            ]  # fmt: skip
-            best = min(its, key=lambda row: row["eff"], default=None)
-            cells.append("-" if best is None else "{eff:.3f}, {exchanged:.2f}, {ms:,.3g}".format(**best))
-        lines.append(cells)
+        of_each = (its.get((planner, workload)) for workload in workloads)
+        best = (rows and min(rows, key=lambda row: row["eff"]) for rows in of_each)
+        lines.append([planner, *("{eff:.3f}, {exchanged:.2f}".format(**row) if row else "-" for row in best)])
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
@@ -345,7 +286,6 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", default=["mixed", "joint", "low", "A", "B"])
     parser.add_argument("--seeds", type=int, default=12)
     parser.add_argument("--large-seeds", type=int, default=1, help="seeds of workloads above 64 ranks")
-    parser.add_argument("--repeats", type=int, default=5, help="of plans that take under 0.2 s; the shortest counts")
     parser.add_argument("--milp-seconds", type=float, default=10, help="time limit of each program; 0: none")
     parser.add_argument("--milp-seeds", type=int, default=1)
     parser.add_argument("--published", type=Path, help="a checkout of the published implementation")
@@ -357,15 +297,7 @@ def main() -> None:
             rows += run_workload(workload, args, published)
     print(summary(rows))
     if args.json:
-        configuration = {
-            "d_model": D_MODEL,
-            "flops_per_s": FLOPS_PER_S,
-            "node_bytes_per_s": NODE_BYTES_PER_S,
-            "network_bytes_per_s": NETWORK_BYTES_PER_S,
-            "element_size": ELEMENT_SIZE,
-            "ranks_per_node": RANKS_PER_NODE,
-            "milp_seconds": args.milp_seconds,
-        }
+        configuration = {"d_model": D_MODEL, "cluster": str(CLUSTER), "milp_seconds": args.milp_seconds}
         write_results(args.json, "solvers", configuration, rows=rows)
 
 

@@ -8,12 +8,13 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
+from unittest import mock
 
 from knapformer.tools.measure.environment import host_environment
 
@@ -95,13 +96,19 @@ def bare_all_to_all(send_splits: list[int], recv_splits: list[int]) -> Callable[
     return lambda: dist.all_to_all_single(recv, send, recv_splits, send_splits)
 
 
-def published_module(checkout: Path) -> ModuleType:
-    """The published implementation's balancer, from a checkout of it."""
-    path = checkout / "knapformer" / "sequence_balancer.py"
-    spec = importlib.util.spec_from_file_location("published_sequence_balancer", path)
+def module_at(path: Path, *absent: str) -> Any:
+    """A file of another project's checkout as a module. absent: modules that it imports and does not need here; names
+    that begin with a dot are relative."""
+    spec = importlib.util.spec_from_file_location(f"others.{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    stubs = {f"others{name}" if name.startswith(".") else name: mock.MagicMock() for name in absent}
+    sys.modules.update(stubs)
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        for name in stubs:
+            del sys.modules[name]
     return module
 
 
