@@ -11,7 +11,7 @@ import pytest
 from knapformer.adapters.named import load_config
 from knapformer.tools.cost_args import trained_model
 from knapformer.tools.simulate.results import Variant, figures, sentences
-from knapformer.tools.simulate.steps import EQUAL_LENGTHS, Simulation, StepData, VariantStep, equal_lengths
+from knapformer.tools.simulate.steps import Simulation, StepData, VariantStep
 from knapformer.tools.simulate.worker import balancer_of
 from knapformer.tools.ways import NO_BALANCER, PLANNED_STEP, Planning, Step
 
@@ -82,18 +82,6 @@ def test_the_sentences_say_what_the_table_does_not() -> None:
     assert "nothing to gain" in sentences([baseline, even]) and "nothing" not in sentences([baseline, even, gained])
 
 
-def test_equal_lengths_have_the_work() -> None:
-    def cost(length: int) -> float:
-        return 3 * length + length**2
-
-    for count, total in ((1, 700.0), (3, 5000.0), (7, 30.0), (5, 100_000.0)):
-        lengths = equal_lengths(total, count, cost)
-        assert len(lengths) == count and max(lengths) - min(lengths) <= 1
-        candidates = [[n] * (count - more) + [n + 1] * more for n in range(1, 400) for more in range(count)]
-        best = min(abs(sum(map(cost, of)) - total) for of in candidates)
-        assert abs(sum(map(cost, lengths)) - total) == pytest.approx(best)
-
-
 def simulation(**changes: Any) -> Simulation:
     """Two ranks; in `changes` also fields of its planning, and data codes."""
     model = changes.pop("model", load_config("flux-tiny"))
@@ -116,12 +104,12 @@ def step_of(given: Simulation, number: int) -> dict[str, VariantStep]:
 def test_what_each_variant_computes(model: str) -> None:
     given = simulation(
         data="g1b2i64f1s0,g1b3i128f1s0", num_ranks=4, model=load_config(model), topologies=("g2n2",),
-        micro_batches=3, equal_lengths=True, drawn={"max_text_tokens": 20},
+        micro_batches=3, drawn={"max_text_tokens": 20},
     )  # fmt: skip
     variants = step_of(given, 1)
-    assert list(variants) == [NO_BALANCER, "g2n2", PLANNED_STEP, EQUAL_LENGTHS]
+    assert list(variants) == [NO_BALANCER, "g2n2", PLANNED_STEP]
     data = {name: way.data for name, way in variants.items()}
-    drawn, planned, equal = data[NO_BALANCER], data[PLANNED_STEP], data[EQUAL_LENGTHS]
+    drawn, planned = data[NO_BALANCER], data[PLANNED_STEP]
     assert data["g2n2"] is drawn
     mix, config = given.mix, given.model
     assert mix is not None
@@ -137,12 +125,6 @@ def test_what_each_variant_computes(model: str) -> None:
     fullest, of_planned = (max(sum(lens) for batch in of.batches for lens in batch) for of in (drawn, planned))
     assert fullest >= of_planned
 
-    workload = WorkloadModel(0.5)
-
-    def works(of: StepData) -> list[float]:
-        return [sum(workload.work(n, config.d_model) for n in lens) for batch in of.batches for lens in batch]
-
-    assert len(set(works(equal))) == 1 and sum(works(equal)) == pytest.approx(sum(works(drawn)), rel=0.005)
     # As the plans say that stand for them.
     plans = {name: list(way.step.plans) for name, way in variants.items()}
     assert [plan.seq_lens for plan in plans[PLANNED_STEP]] == planned.batches

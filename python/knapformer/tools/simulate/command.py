@@ -30,12 +30,6 @@ def add_parser(subparsers: Any) -> None:
         help="what others do, measured beside: buckets, time_budget, static_2, static_4, static_8 (sequence "
         "parallelism); may be given several times",
     )  # fmt: skip
-    add(
-        parser,
-        "--equal-lengths",
-        action="store_true",
-        help="measures as much work in sequences of equal length as well",
-    )
     add(parser, "--ranks", help="local ranks to start")
     add(parser, "--micro-batches", "--max-tokens-per-rank", "--model", "--steps", "--solver")
     add(parser, "--repeats", default=1, help="of each step, the best counts (default 1)")
@@ -76,7 +70,7 @@ def run(args: argparse.Namespace) -> None:
         lengths=() if args.lengths is None else lengths_of(args.lengths),
         ways=args.way, topologies=args.topology, num_steps=args.steps, num_warmup_steps=args.warmup,
         **{name: getattr(args, name) for name in
-           ("batch_size", "micro_batches", "max_tokens_per_rank", "equal_lengths", "seed")},
+           ("batch_size", "micro_batches", "max_tokens_per_rank", "seed")},
     )  # fmt: skip
     cost_args.warn_if_far(args, simulation.planning, simulation.draw(0).batches)
 

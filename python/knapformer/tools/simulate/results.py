@@ -15,7 +15,7 @@ from typing import Any
 
 from knapformer import TrainedModel, predict_step
 from knapformer.tools.files import cells_of, show, table_of, write_json
-from knapformer.tools.simulate.steps import EQUAL_LENGTHS, Simulation
+from knapformer.tools.simulate.steps import Simulation
 from knapformer.tools.ways import NO_BALANCER, PLANNED_STEP, Step, measured
 
 
@@ -129,7 +129,7 @@ def report(
     summary = sentences(of_variants)
     asked = (
         "batch_size", "solver", "keep_exchanges", "threads", "scale", "max_text_tokens", "peak_tflops", "micro_batches",
-        "max_tokens_per_rank", "seed", "equal_lengths",
+        "max_tokens_per_rank", "seed",
     )  # fmt: skip
     settings = {name: getattr(args, name) for name in asked} | {
         "ways": args.way, "topologies": args.topology, "num_ranks": simulation.num_ranks,
@@ -170,7 +170,6 @@ _LEGEND = {
     "time budget": "other samples; each rank packs its own until its predicted seconds are full. The speed-up is in "
     "work for time.",
     "sequence parallel": "groups of so many ranks share all that they drew, by flat bags in the model.",
-    EQUAL_LENGTHS: "other samples, of equal length, with as much work.",
     "WIR": "highest over lowest work of a rank. FBL: forward and backward, of the slowest rank. TPS: tokens per "
     "second. Promised: by the plans' work alone. Peak tokens: of a rank in a micro-batch.",
 }

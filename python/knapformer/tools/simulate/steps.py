@@ -8,10 +8,8 @@ compute the sample, as with a data set. Buckets and the time budget choose their
 from __future__ import annotations
 
 import itertools
-import math
 import random
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from knapformer import ArgumentError, DataMix, Plan, Sample, Topology
@@ -29,7 +27,6 @@ from knapformer.tools.ways import (
     lengths_of_step,
 )
 
-EQUAL_LENGTHS = "equal lengths"  # as much work, in sequences that leave nothing to balance
 #: Ways without this project: keys of knapformer.tools.doctor.alternatives.baselines.
 WAYS = ("buckets", "time_budget", "static_2", "static_4", "static_8")
 
@@ -62,17 +59,6 @@ class StepData:
         )
 
 
-def equal_lengths(total_work: float, count: int, work: Callable[[int], float]) -> list[int]:
-    """`count` lengths, no two further apart than one token, whose work adds up to about `total_work`.
-
-    work: of a length; it grows with the length.
-    """
-    low = max(1, bisect_right(range(1 << 24), total_work / count, key=work) - 1)
-    missing = total_work - count * work(low)
-    longer = min(count, max(0, round(missing / (work(low + 1) - work(low)))))
-    return [low] * (count - longer) + [low + 1] * longer
-
-
 @dataclass(frozen=True)
 class VariantStep:
     """What a variant gives the ranks to compute in a step, before a balancer in the model moves any of it.
@@ -101,7 +87,6 @@ class Simulation:
     micro_batches: int | None = None  # of an optimizer step, planned whole; None: nothing is planned whole
     ways: Sequence[str] = ()  # of WAYS
     max_tokens_per_rank: int = 0  # in a micro-batch; 0: no limit, but in a step planned whole the fullest rank's
-    equal_lengths: bool = False
     num_steps: int = 10
     num_warmup_steps: int = 2
     seed: int = 0
@@ -146,11 +131,11 @@ class Simulation:
         ]
         return self._of_lengths(step, lens)
 
-    def _of_lengths(self, step: int, lengths: list[list[list[int]]], text_share: float = 0.1) -> StepData:
+    def _of_lengths(self, step: int, lengths: list[list[list[int]]]) -> StepData:
         """Samples of these lengths, [rank][micro-batch][sample], of which a share is text tokens."""
 
         def size(length: int) -> Sample:
-            return self.model.sample_of(length, self.model.text_tokens(length, text_share))
+            return self.model.sample_of(length, self.model.text_tokens(length))
 
         return self._seeded(step, [[list(map(size, lens)) for lens in of_rank] for of_rank in lengths])
 
@@ -162,17 +147,6 @@ class Simulation:
             self.model,
             [[[SeededSample(self.model.possible(s), next(seeds)) for s in of] for of in of_rank] for of_rank in sizes],
         )
-
-    def _equal(self, step: int, data: StepData) -> StepData:
-        """Other samples with as much work: as many on average, the same share of text, and lengths that differ by at
-        most a token. Every rank has the same lengths in every micro-batch."""
-        lens = [n for batch in data.batches for of_rank in batch for n in of_rank]
-        text_tokens = sum(s.size.text_tokens for of_rank in data.samples for of in of_rank for s in of)
-        num_lists, work = len(data.batches) * self.num_ranks, self.planning.work
-        count = max(1, round(len(lens) / num_lists))
-        equal = equal_lengths(math.fsum(map(work, lens)) / num_lists, count, work)
-        lists = [[equal] * len(data.batches)] * self.num_ranks
-        return self._of_lengths(step, lists, text_tokens / sum(lens))
 
     def _plan_step(self, data: StepData) -> Plan:
         """As BalancedBatchSampler makes it: whole samples, where possible at least one on every rank in every
@@ -209,8 +183,5 @@ class Simulation:
             found[topology] = map(VariantStep, drawn, by_micro_batch(topology, self.limit)(draw))
         if self.micro_batches is not None:
             found[PLANNED_STEP] = (alone(data.as_planned(self._plan_step(data))) for data in drawn)
-        if self.equal_lengths:
-            equal = itertools.starmap(self._equal, enumerate(drawn))
-            found[EQUAL_LENGTHS] = (alone(data, same_samples=False) for data in equal)
         for steps in zip(*found.values(), strict=False):
             yield dict(zip(found, steps, strict=True))
