@@ -10,7 +10,6 @@ import io
 import itertools
 import json
 import sys
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -20,16 +19,7 @@ from typing import Any, TextIO
 from knapformer import ArgumentError
 from knapformer.json_file import parse_json
 from knapformer.lengths_log import read_log
-from knapformer.tools.columns import (
-    Columns,
-    MaskedLength,
-    checked_tokens,
-    has_masks,
-    integer,
-    is_value,
-    known_columns,
-    with_mask,
-)
+from knapformer.tools.columns import Columns, checked_tokens, has_masks, integer, is_value, known_columns, with_mask
 from knapformer.tools.presets import Preset
 from knapformer.tools.trainer_caches import cached_samples
 
@@ -46,17 +36,12 @@ class Samples:
     many rows the file has, of which bad_rows are not used; first_bad names the first of these.
     """
 
-    lengths: array[int] | list[int] = field(default_factory=lambda: array("q"))
+    lengths: list[int] = field(default_factory=list)
     steps: list[list[list[int]]] = field(default_factory=list)
     read_as: str = "tokens of a sample"
     num_rows: int = 0
     bad_rows: int = 0
     first_bad: str = ""
-
-    def take(self, length: int) -> None:
-        if isinstance(self.lengths, array) and isinstance(length, MaskedLength):
-            self.lengths = list(self.lengths)
-        self.lengths.append(length)
 
     @property
     def many_left_out(self) -> bool:
@@ -103,13 +88,13 @@ def read_samples(
                 if isinstance(value, ValueError):
                     raise value
                 if names is not None:
-                    samples.take(columns_of(names).tokens(value))
+                    samples.lengths.append(columns_of(names).tokens(value))
                 elif isinstance(value, dict):
-                    samples.take(columns_of(tuple(value)).tokens(list(value.values())))
+                    samples.lengths.append(columns_of(tuple(value)).tokens(list(value.values())))
                 elif isinstance(value, list):
                     _take_step(value, samples)
                 else:
-                    samples.take(checked_tokens(integer(value, "length")))
+                    samples.lengths.append(checked_tokens(integer(value, "length")))
             except ArgumentError:
                 raise
             except ValueError as error:
@@ -159,8 +144,7 @@ def _take_step(step: list[Any], samples: Samples) -> None:
         raise ValueError(f"got {len(step)} ranks, expected {len(samples.steps[0])}, as the first step has")
     checked = [[_length_on(rank, length) for length in lens] for rank, lens in enumerate(step)]
     samples.steps.append(checked)
-    for length in itertools.chain.from_iterable(checked):
-        samples.take(length)
+    samples.lengths += itertools.chain.from_iterable(checked)
     samples.read_as = f"tokens of the samples of each batch, as {len(step)} ranks drew it"
 
 

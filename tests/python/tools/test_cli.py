@@ -32,7 +32,6 @@ REPLAY_G4 = [*REPLAY, "--topology", "g4n1"]
         (PLAN_G8, "one of the arguments --from --data/--mix --lengths is required"),
         (["plan", *MIXED], "--topology: got none, expected bags of ranks such as g8n4, or auto"),
         ([*PLAN_G8, *MIXED, "--json", "-", "--predictions", "-"], "--predictions: got '-', expected another file"),
-        ([*PLAN_G8, *MIXED, "--measured", "x"], "--measured: got one without --report"),
         (
             [*PLAN_G8, *MIXED, "--micro-batches", "2", "--sync", "step", "--steps", "2"],
             "--sync: got 'step', expected it with --micro-batches, of one topology, --ranks and step",
@@ -99,7 +98,6 @@ REPLAY_G4 = [*REPLAY, "--topology", "g4n1"]
         (["plan", "--from", "empty_plan.json", "--report", "x.html"], "plan: got one without sequences"),
         (["plan", "--from", "plan.json", "--topology", "g1n2"], "--topology: got one beside a plan"),
         (["plan", "--from", "plan.json", "--gamma", "0.5"], "--gamma: got one beside a plan"),
-        ([*PLAN_G8, *MIXED, "--report", "x.html", "--measured", "broken.json"], "--measured: broken.json"),
     ],
 )
 def test_wrong_input_is_one_line_and_status_2(

@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 from knapformer.tools.cli import main
-from knapformer.tools.report.page import write_report
+from knapformer.tools.report.page import HtmlPage, write_report
 
 import knapformer as kf
 
@@ -104,8 +104,7 @@ def _chromium(tmp_path, page, *arguments, dark=False, width=1280, height=2900):
 @pytest.fixture(params=[2, 8, 1024], scope="module")
 def report(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("report") / "report.html"
-    measured = {"no balancer": [1.0, 1.2, 1.1], "balanced": [0.7, 0.6, 0.65]}
-    write_report(str(path), _plan(request.param), measured_s=measured)
+    write_report(str(path), _plan(request.param))
     return request.param, path
 
 
@@ -195,14 +194,9 @@ def test_alternatives_alike_are_one(tmp_path):
 def test_the_command_reports_plans_and_mixes(tmp_path, capsys):
     plan = _plan(8)
     (tmp_path / "plan.json").write_text(plan.to_json())
-    results = {
-        "variants": [{"topology": None, "fbl_per_step_s": [1.5]}, {"topology": "g4n2", "fbl_per_step_s": [1.25]}]
-    }
-    (tmp_path / "measured.json").write_text(json.dumps(results))
     target = tmp_path / "a.html"
-    arguments = ["--measured", str(tmp_path / "measured.json"), "--report", str(target)]
-    assert main(["plan", "--from", str(tmp_path / "plan.json"), *arguments]) == 0
-    assert "g4n2, measured" in target.read_text()
+    assert main(["plan", "--from", str(tmp_path / "plan.json"), "--report", str(target)]) == 0
+    assert "knapformer: 8 ranks, g4/2/1n2" in target.read_text()
     other = tmp_path / "b.html"
     assert main(["plan", "--data", "joint", "--topology", "g8n4", "--report", str(other)]) == 0
     assert "knapformer: 32 ranks, g8n4" in other.read_text()
@@ -210,7 +204,11 @@ def test_the_command_reports_plans_and_mixes(tmp_path, capsys):
 
 def test_text_in_titles_is_escaped(tmp_path):
     target = tmp_path / "a.html"
-    write_report(str(target), _plan(8), title="</script><b>@CHARTS@", measured_s={"</script>": [1.0]})
+    from knapformer.tools.report import charts
+
+    page = HtmlPage()
+    page.add("Times", "", charts.stacked_bars({"</script>": {"work": 1.0}}, "seconds"))
+    page.write(str(target), "</script><b>@CHARTS@", "", [], {})
     page = target.read_text()
     assert page.count("</script>") == 2
     assert "&lt;/script&gt;&lt;b&gt;@CHARTS@" in page

@@ -38,11 +38,6 @@ def add_parser(subparsers: Any) -> None:
     add(parser, "--mask", default=None, help="that attention has where gamma is fitted (default: the model's)")
     ranks = "local ranks to start: with 2 or more the all-to-all between them is measured too (default 1)"
     add(parser, "--ranks", help=ranks)
-    add(
-        parser, "--blocks-only", action="store_true",
-        help="measures no whole steps, as it does with 2 or more ranks where the model fits: what a step takes beside "
-        "its blocks is then the cluster's",
-    )  # fmt: skip
     add(parser, "--repeats", default=10, help="of each length (default 10)")
     add(parser, "--warmup", default=2, help="before them (default 2)")
     add(parser, *cli_args.RUN)

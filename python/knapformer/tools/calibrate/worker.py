@@ -62,7 +62,7 @@ def calibrate(args: argparse.Namespace, config: ModelConfig, lengths: Sequence[i
             progress.describe("measuring exchanges")
             exchanges = _time_exchanges(device)
             # A model computes one mask: steps of another one say nothing.
-            if not args.blocks_only and args.block is None and mask == config.mask and fits(config, device):
+            if args.block is None and mask == config.mask and fits(config, device):
                 progress.describe("measuring whole steps")
                 # At most _NUM_STEP_LENGTHS of the lengths, evenly picked from the shortest on.
                 every = sorted(set(lengths))[:: max(1, -(-len(set(lengths)) // _NUM_STEP_LENGTHS))]

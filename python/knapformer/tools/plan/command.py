@@ -17,7 +17,7 @@ from knapformer import ArgumentError, Cluster, DataMix, Plan, Topology, plan_hom
 from knapformer.tools import cli_args, cost_args
 from knapformer.tools.cli_args import OF_DRAW, add, refuse
 from knapformer.tools.files import cells_of, show, table_of, write, write_json
-from knapformer.tools.report.page import measured_of, write_report
+from knapformer.tools.report.page import write_report
 from knapformer.tools.ways import (
     NO_BALANCER,
     PEAK_TFLOPS,
@@ -78,15 +78,9 @@ def add_parser(subparsers: Any) -> None:
     add(files, "--json", help="writes the plan as JSON")
     add(files, "--predictions", metavar="FILE|-", help="writes the predicted steps as JSON")
     add(files, "--report")
-    add(
-        files, "--measured", metavar="FILE",
-        help="step times that --report shows: what simulate or replay --json wrote",
-    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> None:
-    if args.measured is not None and args.report is None:
-        raise ArgumentError("--measured: got one without --report, which shows it, expected none")
     planning, plan, points, took = (_from_lengths if args.plan is None else _from_file)(args)
     if args.predictions is not None and not points:
         raise ArgumentError(
@@ -94,7 +88,7 @@ def run(args: argparse.Namespace) -> None:
             "micro-batches"
         )
     if args.report is not None:
-        write_report(args.report, plan, measured_s=None if args.measured is None else measured_of(args.measured))
+        write_report(args.report, plan)
     write(args.json, plan.to_json())
     if args.predictions is not None:
         options = ("micro_batches", "max_tokens_per_rank", "seed")
@@ -239,21 +233,17 @@ def _print_made(plan: Plan, took: str) -> None:
 def _plan_text(plan: Plan) -> str:
     if plan.num_tokens == 0:
         return "No sequences: nothing to balance."
-    over_ideal, gap = plan.predicted_time / plan.ideal_time - 1, max(plan.gap, 0)
-    moved = plan.tokens_moved / plan.num_tokens
-    predicted = (
-        f"Predicted: {plan.predicted_time:.4g} s a step, {over_ideal:.2%} over ideal and at most {gap:.2%} "
-        f"over the best plan of this topology. In attention {plan.exchanged_fraction:.1%} of the tokens are exchanged"
-    )
     if plan.num_micro_batches > 1:
-        wait = "in every micro-batch" if plan.sync == "micro_batch" else "once a step"
-        return f"{predicted}; {moved:.1%} are held by another rank than drew them. Ranks wait for each other {wait}."
-    gain = plan.max_over_mean_before / plan.max_over_mean_after
-    fullest = plan.max_tokens * plan.num_ranks / plan.num_tokens
+        waits = f"Ranks wait for each other {'in every micro-batch' if plan.sync == 'micro_batch' else 'once a step'}."
+    else:
+        gain = plan.max_over_mean_before / plan.max_over_mean_after
+        waits = f"The slowest rank has {gain:.2f} times less to compute."
     return (
-        f"Highest over lowest work of a rank: {plan.wir_before:.2f} before, {plan.wir_after:.2f} after. The slowest "
-        f"rank has {gain:.2f} times less to compute; {moved:.1%} of the tokens move.\n{predicted}; the fullest rank "
-        f"holds {plan.max_tokens:,}, {fullest:.2f} times the mean."
+        f"Predicted: {plan.predicted_time:.4g} s a step, {plan.predicted_time / plan.ideal_time - 1:.2%} over ideal "
+        f"and at most {max(plan.gap, 0):.2%} over the best plan of this topology. {waits}\nOf the tokens "
+        f"{plan.tokens_moved / plan.num_tokens:.1%} change ranks, {plan.exchanged_fraction:.1%} are exchanged in "
+        f"attention; the fullest rank holds {plan.max_tokens:,}, "
+        f"{plan.max_tokens * plan.num_ranks * plan.num_micro_batches / plan.num_tokens:.2f} times the mean."
     )
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import html
 import re
-import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from knapformer import ArgumentError, Plan, StepTime, plan_home, predict_step
-from knapformer.json_file import read_json
 from knapformer.tools.cost_args import settings_dict
 from knapformer.tools.files import check_packages, write
 from knapformer.tools.ways import NO_BALANCER, MasksOfKind, masks_by_kind
@@ -88,13 +86,10 @@ def _setting(value: object) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def write_report(
-    path: str, plan: Plan, *, measured_s: Mapping[str, Sequence[float]] | None = None, title: str | None = None
-) -> None:
+def write_report(path: str, plan: Plan) -> None:
     """Writes the report of a plan to `path`, whole or not at all. For a step it shows all micro-batches, and the
     one that takes longest in detail.
 
-    measured_s: measured step times in seconds, by a name ("no balancer", "g8n4"), shown beside the predicted ones.
     Raises ArgumentError, OSError.
     """
     check_packages("--report")
@@ -124,24 +119,19 @@ def write_report(
     page.add("Where every sequence lies", text, charts.placement(plan), 600)
     add_masks(page, _masks_of(plan))
     rows = {name: _terms(time) for name, time in ((NO_BALANCER, before), (str(plan.topology), step))}
-    medians = {name: statistics.median(seconds) for name, seconds in (measured_s or {}).items() if seconds}
-    rows |= {f"{name}, measured": {"measured": median_s} for name, median_s in medians.items()}
     text = "Predicted by the cluster model; terms of the slowest group of ranks."
-    text += " Measured: medians over steps." if medians else ""
     title_of_axis = "seconds a step, forward and backward"
     page.add("Step time", text, charts.stacked_bars(rows, title_of_axis))
     figures += [
         (f"{plan.max_over_mean_before:.2f} → {plan.max_over_mean_after:.3f}", "slowest rank's work over the mean"),
         (f"{plan.wir_before:.2f} → {plan.wir_after:.2f}".replace("inf", "∞"), "highest over lowest work (WIR)"),
-        *_faster("predicted", before.total_s, step.total_s),
+        (f"{before.total_s:.3g} → {step.total_s:.3g} s", "predicted step"),
+        (f"{before.total_s / step.total_s:.2f} times", "predicted speed-up"),
         (f"{max(plan.tokens_before):,} → {max(plan.tokens_after):,}", "tokens of the fullest rank"),
         (f"{plan.tokens_moved / plan.num_tokens:.1%}", "of the tokens change ranks"),
         (_bytes(step.route_bytes.total + step.attention_bytes.total), "sent between ranks in a step"),
         (_bytes(step.route_bytes.between + step.attention_bytes.between), "of that leaves a node"),
     ]
-    if NO_BALANCER in medians and len(medians) > 1:
-        *_, last_s = (median_s for name, median_s in medians.items() if name != NO_BALANCER)
-        figures += _faster("measured", medians[NO_BALANCER], last_s)
     settings = {
         "topology": plan.topology, "solver": plan.solver, "width": plan.d_model, "gamma": f"{plan.workload.gamma:g}",
         **{field: value for part in settings_dict(plan).values() for field, value in part.items()},
@@ -152,7 +142,7 @@ def write_report(
         + (f", {plan.topology.num_replicas} times" if plan.topology.num_replicas > 1 else "")
         + detail
     )
-    page.write(path, title or f"knapformer: {plan.num_ranks:,} ranks, {plan.topology}", subtitle, figures, settings)
+    page.write(path, f"knapformer: {plan.num_ranks:,} ranks, {plan.topology}", subtitle, figures, settings)
 
 
 def add_masks(page: HtmlPage, masks: Mapping[str, MasksOfKind]) -> None:
@@ -185,28 +175,8 @@ def _terms(time: StepTime) -> dict[str, float]:
     return {label: time.terms[term] for term, label in StepTime.labels().items()}
 
 
-def _faster(how: str, before_s: float, after_s: float) -> list[tuple[str, str]]:
-    return [
-        (f"{before_s:.3g} → {after_s:.3g} s", f"{how} step"), (f"{before_s / after_s:.2f} times", f"{how} speed-up")
-    ]  # fmt: skip
-
-
 def _bytes(num_bytes: float) -> str:
     from knapformer.tools.report.charts import scale_of
 
     scale, unit = scale_of(num_bytes, "B")
     return f"{num_bytes / scale:.3g} {unit}"
-
-
-def measured_of(results: str) -> dict[str, list[float]]:
-    """Step times by variant from what simulate or replay --json wrote. Raises ArgumentError, OSError."""
-    content = read_json(results, "--measured")
-    try:
-        return {
-            str(variant.get("name") or variant["topology"] or NO_BALANCER): [
-                float(s) for s in variant["fbl_per_step_s"]
-            ]
-            for variant in content["variants"]
-        }
-    except (KeyError, TypeError, ValueError):
-        raise ArgumentError(f"--measured: {results}: expected the results of knapformer simulate or replay") from None
