@@ -233,7 +233,9 @@ def _print_made(plan: Plan, took: str) -> None:
 def _plan_text(plan: Plan) -> str:
     if plan.num_tokens == 0:
         return "No sequences: nothing to balance."
+    of_mean = f"{plan.max_tokens * plan.num_ranks * plan.num_micro_batches / plan.num_tokens:.2f} times the mean"
     if plan.num_micro_batches > 1:
+        of_mean += " of a micro-batch"
         waits = f"Ranks wait for each other {'in every micro-batch' if plan.sync == 'micro_batch' else 'once a step'}."
     else:
         gain = plan.max_over_mean_before / plan.max_over_mean_after
@@ -242,8 +244,7 @@ def _plan_text(plan: Plan) -> str:
         f"Predicted: {plan.predicted_time:.4g} s a step, {plan.predicted_time / plan.ideal_time - 1:.2%} over ideal "
         f"and at most {max(plan.gap, 0):.2%} over the best plan of this topology. {waits}\nOf the tokens "
         f"{plan.tokens_moved / plan.num_tokens:.1%} change ranks, {plan.exchanged_fraction:.1%} are exchanged in "
-        f"attention; the fullest rank holds {plan.max_tokens:,}, "
-        f"{plan.max_tokens * plan.num_ranks * plan.num_micro_batches / plan.num_tokens:.2f} times the mean."
+        f"attention; the fullest rank holds {plan.max_tokens:,}, {of_mean}."
     )
 
 
