@@ -40,6 +40,7 @@ REPLAY_G4 = [*REPLAY, "--topology", "g4n1"]
         ([*PLAN_G8, "--lengths", "x", "--seed", "1"], "--seed: got one beside --lengths"),
         (["replay", "--lengths", "x", "--topology", "g8n4", "--seed", "1"], "--seed: got one beside --lengths"),
         ([*SIMULATE, *TWO, "--batch-size", "2"], "--batch-size: got one beside --data"),
+        (["doctor", *MIXED, "--batch-size", "2"], "--batch-size: got 2, expected none: --data states"),
         ([*PLAN_G8, "--data", "mixd", "--ranks", "32"], "data: got 'mixd'"),
         ([*PLAN_G8, "--data", "mixed", "--ranks", "33"], "ranks: got 33, expected a positive multiple of the 32"),
         ([*PLAN_G8, *MIXED, "--gamma", "nan"], "--gamma: got 'nan'"),
@@ -159,26 +160,17 @@ def test_what_was_assumed_is_told_in_a_line(capsys: pytest.CaptureFixture[str]) 
             assert status == 0 and all(word in line for word in words), (command, line)
 
 
-def test_planning_imports_no_torch(tmp_path: Path) -> None:
+def test_planning_imports_no_torch_and_simulate_says_that_it_does() -> None:
     """In an interpreter where importing torch or numpy fails."""
     code = (
         "import sys; sys.modules['torch'] = sys.modules['numpy'] = None\n"
         "from knapformer.tools.cli import main\n"
-        "status = main(['plan', '--topology', 'g8n4', '--data', 'joint', '--ranks', '32'])\n"
-        "sys.exit(status)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
-    assert (done.returncode, done.stderr) == (0, "") and "32 ranks" in done.stdout
-
-
-def test_simulate_without_torch_says_so() -> None:
-    code = (
-        "import sys; sys.modules['torch'] = None\n"
-        "from knapformer.tools.cli import main\n"
+        "assert main(['plan', '--topology', 'g8n4', '--data', 'joint', '--ranks', '32']) == 0\n"
         "sys.exit(main(['simulate', '--topology', 'g2n1', '--data', 'g2b1i256f1s0', '--ranks', '2']))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "needs torch" in done.stderr
+    assert "32 ranks" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -59,13 +59,6 @@ def printed(capsys, *arguments):
     return " ".join(out.split())
 
 
-def refused(capsys, *arguments):
-    assert main(["doctor", *map(str, arguments)]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1
-    return err
-
-
 def by_key(found):
     return {row["key"]: row for row in found["alternatives"]}
 
@@ -149,29 +142,15 @@ def test_memory_is_that_of_the_formula():
 @pytest.mark.parametrize(
     ("name", "content", "arguments", "message"),
     [
-        ("a.csv", "a,b\n1,2\n", [], "columns: got 'a', 'b', expected a column of lengths in tokens"),
         ("a.csv", "a,b\n1,2\n", ["--columns", "length=c"], "--columns: got length='c', expected one of 'a', 'b'"),
-        (
-            "a.csv",
-            "tokens\nx\n",
-            [],
-            "got no sample, expected at least one. 1 of 1 rows (100.0%) cannot be read, the first of them row 1: ",
-        ),
-        ("a.csv", "", [], "got no sample"),
-        ("a.json", "{", [], "not readable as JSON"),
-        ("a.json", "{}", [], "got dict, expected a list"),
+        ("a.csv", "tokens\nx\n", [], "1 of 1 rows (100.0%) cannot be read, the first of them row 1: "),
         ("a.xls", "", [], "expected '-' or a file that ends in .json"),
         ("a.parquet", "no table", [], "a.parquet"),
-        ("a.npy", "no array", [], "a.npy: got what is no array of numbers, expected a file of numpy.save"),
         ("a.txt", "5\n", ["--model", "gpt"], "--model: got 'gpt', expected one of flux"),
-        (
-            "a.txt",
-            "5\n",
-            ["--memory-gib", "1"],
-            "does not fit in memory: parameters, gradients and optimizer of flux (the ",
-        ),
+        ("a.txt", "5\n", ["--memory-gib", "1"], "does not fit in memory: parameters, gradients and optimizer of flux"),
         ("a.txt", "5\n", ["--now", "static_8"], "--now: got static_8, expected an alternative that 4 ranks allow"),
         ("steps.json", "[[[5], [70]]]", [], "--ranks: got 4, expected 2"),
+        ("steps.json", "[[[5], [7], [], [9]]]", ["--batch-size", "9"], "steps.json states what each rank draws"),
     ],
 )
 def test_wrong_input_ends_in_one_line(tmp_path, capsys, name, content, arguments, message):
@@ -259,24 +238,6 @@ def test_topologies_are_ranked_with_reasons(capsys, tmp_path):
     assert "Topologies of bags" not in capsys.readouterr().out
 
 
-def test_masks_widths_and_speeds_are_those_of_the_plans(capsys):
-    speeds = [2.0] + [1.0] * 31
-    found = diagnosis(
-        capsys, "--data", "mixed", "--steps", 2, "--mask", "causal", "--d-model", 1024, "--rank-speed",
-        ",".join(map(str, speeds)), "--scale", 2, "--max-text-tokens", 10,
-    )  # fmt: skip
-    mix = kf.DataMix.parse("mixed", resolution_scale=2, max_text_tokens=10)
-    seconds = []
-    for step in range(2):
-        plan = kf.plan(
-            mix.draw_lengths(0, step, 32), "g1n32", d_model=1024, masks="causal", rank_speed=speeds,
-            cluster=Cluster("h100", fixed_s=0), model=TrainedModel(num_heads=24, routed=False),
-        )  # fmt: skip
-        seconds.append(kf.predict_step(kf.plan_home(plan)).total_s)
-    drawn = next(row for row in found["alternatives"] if row["key"] == "as_drawn")
-    assert drawn["step_s"] == pytest.approx(sum(seconds) / 2)
-
-
 def alternating(num_batches):
     """Ranks take turns with one long sample, and with many short ones of nearly the same work."""
     return [[[16384] if (rank + i) % 2 == 0 else [1024] * 21 for rank in range(4)] for i in range(num_batches)]
@@ -293,43 +254,22 @@ def test_batches_of_equal_work_are_not_worth_it_however_many_make_a_step(tmp_pat
     assert by_key(two)["sampler"]["step_s"] <= by_key(two)["as_drawn"]["step_s"] * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("mix", ["low", "mixed"])
-def test_buckets_and_time_budgets_have_the_batch_size_of_the_mix(capsys, mix):
-    drawn = [len(lens) for lens in kf.DataMix.parse(mix).draw_lengths(0, 0, 32)]
-    size = sum(drawn) / 32
-    found = diagnosis(capsys, "--data", mix, "--ranks", 32, "--steps", 2)
-    assert found["batch_size"] == size
-    if mix == "low":  # lengths differ little: neither does the number of samples
-        assert by_key(found)["buckets"]["speedup"] == pytest.approx(1.09, abs=0.03)
-        assert by_key(found)["time_budget"]["speedup"] == pytest.approx(1.09, abs=0.03)
-    else:
-        assert by_key(found)["buckets"]["speedup"] > 0.5
-    text = printed(capsys, "--data", mix, "--ranks", 32, "--steps", 2)
-    assert f"{size:.3g} samples x 1 micro-batches each" in text
-
-
 @pytest.mark.parametrize(
     ("content", "arguments", "size"),
     [
         ([[[100] * 3, [100] * 4], [[100] * 4, [100] * 5]], [], 4),  # recorded batches
         ([100] * 9, ["--ranks", 2, "--steps", 2], 1),
         ([100] * 9, ["--ranks", 2, "--steps", 2, "--batch-size", 3], 3),
+        (None, ["--data", "g1b3i256f1s0,g1b4i256f1s0", "--steps", 2], 3.5),
     ],
 )
 def test_the_batch_size_is_that_of_the_data(tmp_path, capsys, content, arguments, size):
-    found = diagnosis(capsys, file_of(tmp_path / "data.json", content), "--mode", "lora", *arguments)
+    source = [] if content is None else [file_of(tmp_path / "data.json", content)]
+    found = diagnosis(capsys, *source, "--mode", "lora", *arguments)
     buckets, drawn = (by_key(found)[key] for key in ("buckets", "as_drawn"))
     assert found["batch_size"] == size
-    assert buckets["samples_per_s"] * buckets["step_s"] == pytest.approx(2 * size)
+    assert buckets["samples_per_s"] * buckets["step_s"] == pytest.approx(2 * round(size))
     assert drawn["samples_per_s"] * drawn["step_s"] == pytest.approx(2 * size)
-
-
-@pytest.mark.parametrize("recorded", [False, True])
-def test_a_batch_size_beside_batches_is_refused(tmp_path, capsys, recorded):
-    path = file_of(tmp_path / "drawn.json", [[[100] * 3, [100] * 4]])
-    source = [path] if recorded else ["--data", "low"]
-    whose = str(path) if recorded else "--data"
-    assert f"--batch-size: got 32, expected none: {whose} states" in refused(capsys, *source, "--batch-size", 32)
 
 
 def calibration(path, **fields):
@@ -370,16 +310,6 @@ def test_a_fixed_time_counts_only_where_the_users_own_file_states_it(tmp_path, c
     assert steps[1] - steps[0] == pytest.approx(0.25)
     found = diagnosis(capsys, *LOW, "--cluster", silent, "--calibration", calibrated)
     assert found["cluster"]["fixed_s"] == 0.125
-
-
-def test_a_report_is_written_where_nothing_fits(tmp_path, capsys):
-    pytest.importorskip("plotly")
-    path = file_of(tmp_path / "l.csv", "length\n40\n7\n64\n")
-    page = tmp_path / "doctor.html"
-    arguments = [path, "--ranks", 8, "--steps", 2, "--cluster", "cpu", "--max-tokens-per-rank", 3]
-    assert "No alternative keeps" in printed(capsys, *arguments, "--report", page)
-    text = page.read_text()
-    assert "No alternative keeps" in text and "Lengths and work" in text and "What a step's time" not in text
 
 
 @pytest.mark.parametrize(
@@ -432,7 +362,9 @@ def test_one_step_gives_no_range_and_the_verdict_says_why(tmp_path, capsys):
 def test_a_limit_of_the_users_own_is_not_called_memory(tmp_path, capsys):
     path = file_of(tmp_path / "l.csv", "length\n40\n7\n64\n")
     arguments = [path, "--ranks", 8, "--steps", 2, "--cluster", "cpu"]
-    text = printed(capsys, *arguments, "--max-tokens-per-rank", 3)
+    page = tmp_path / "doctor.html"
+    text = printed(capsys, *arguments, "--max-tokens-per-rank", 3, "--report", page)
+    assert "No alternative keeps" in page.read_text() and "What a step's time" not in page.read_text()
     assert text.startswith("No alternative keeps --max-tokens-per-rank 3: max_tokens_per_rank: got 3, expected at ")
     assert "no balancing does not keep --max-tokens-per-rank 3: 64 tokens on a rank." in text
     assert "at most 3 tokens of a rank (--max-tokens-per-rank)" in text

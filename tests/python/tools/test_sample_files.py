@@ -300,12 +300,13 @@ def test_a_quote_left_open_is_named(tmp_path):
         read_samples(str(path), None)
 
 
-@pytest.mark.parametrize("empty", [True, False])
-def test_an_array_file_that_is_none_is_refused(tmp_path, empty):
+@pytest.mark.parametrize("content", [b"", b"no array", "several"])
+def test_an_array_file_that_is_none_is_refused(tmp_path, content):
     path = tmp_path / "a.npy"
-    path.touch()
-    if not empty:
-        with path.open("wb") as file:
-            np.savez(file, lengths=[5, 70])  # several arrays
-    with pytest.raises(kf.ArgumentError, match=r"LENGTHS: .*a.npy: "):
+    with path.open("wb") as file:
+        if content == "several":
+            np.savez(file, lengths=[5, 70])
+        else:
+            file.write(content)
+    with pytest.raises(kf.ArgumentError, match=r"LENGTHS: .*a.npy: got "):
         read_samples(str(path), None)

@@ -65,21 +65,6 @@ def test_a_run_that_starts_its_ranks(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["out.json"]
 
 
-@pytest.mark.nightly
-def test_wan_is_simulated_and_its_videos_alone_are_planned(tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
-    simulate(
-        2, "--model", "wan-tiny", "--data", MIX, "--max-text-tokens", "20", "--gamma", "0.5", "--steps", "2",
-        "--warmup", "0", "--topology", "g2n1", "--json", str(out),
-    )  # fmt: skip
-    none, shared = json.loads(out.read_text())["variants"]
-    mix = DataMix.parse(MIX, max_text_tokens=20)
-    possible = load_config("wan-tiny").possible
-    patches = [[possible(s).visual_tokens for s in mix.draw(0, step, rank)] for step in (0, 1) for rank in (0, 1)]
-    assert none["tokens_per_s"] == pytest.approx(sum(map(sum, patches)) / 2 / none["fbl_s"])
-    assert shared["wir"] == pytest.approx(1, abs=0.05) and none["wir"] > 1.2
-
-
 def test_a_step_of_several_micro_batches(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     printed = simulate(
