@@ -203,12 +203,12 @@ ifeq ($(OPTIONS),all)
 endif
 	sh tests/same_plans/run.sh $(BUILD) build/fuzz $(if $(filter all,$(OPTIONS)),build/same/*)
 
-nightly: test-nightly exactness faults fuzz same-plans nvrtc
+nightly: test-nightly exactness fuzz same-plans nvrtc
 test-nightly: PYTEST_OPTIONS := -m nightly
 test-nightly: test-python
 
 faults: $(VENV)/.installed $(VENV)/.test
-	PYTHONPATH=tests/python:tests/python/distributed $(BIN)/python tests/python/distributed/faults.py
+	$(BIN)/python -m pytest -m "nightly or not nightly" tests/python/distributed/test_faults.py
 
 exactness: $(VENV)/.installed $(VENV)/.test
 	PYTHONPATH=tests/python:tests/python/distributed $(BIN)/python tests/python/whole_step_product.py

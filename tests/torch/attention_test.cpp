@@ -7,6 +7,7 @@
 
 #include "knapformer/torch/balancer.h"
 #include "tests/core/cases.h"
+#include "tests/core/masks.h"
 #include "tests/torch/in_process_group.h"
 
 namespace knapformer {
@@ -35,25 +36,6 @@ struct AttentionCase {
 };
 
 void PrintTo(const AttentionCase& setup, std::ostream* out) { *out << setup.topology; }
-
-/// By the definition of each mask: whether a query sees a key.
-bool sees(const Mask& mask, int64_t query, int64_t key) {
-  const auto frame = [&](int64_t token) {
-    return token < mask.text_tokens ? -1 : (token - mask.text_tokens) / mask.frame_tokens;
-  };
-  switch (mask.kind) {
-    case Mask::Kind::kCausal:
-      return key <= query;
-    case Mask::Kind::kPrefix:
-      return key <= query || std::max(query, key) < mask.text_tokens;
-    case Mask::Kind::kBlockCausal:
-      return frame(key) <= frame(query);
-    case Mask::Kind::kWindow:
-      return query - key <= mask.left && key - query <= mask.right;
-    default:
-      return true;
-  }
-}
 
 std::vector<int64_t> to_longs(const at::Tensor& lens) {
   const at::Tensor longs = lens.to(at::kLong);

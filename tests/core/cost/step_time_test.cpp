@@ -212,25 +212,8 @@ TEST(StepTime, HostCostCountsPieces) {
 
 TEST(StepTime, RefusesParametersOutOfRange) {
   const Plan plan = plan_home(input_of({{1}}, "g1n1"));
-  const auto refuses = [&](auto change, const std::string& name) {
-    Cluster hw;
-    TrainedModel model;
-    change(hw, model);
-    try {
-      predict_step(plan, hw, model);
-      ADD_FAILURE() << name << " was accepted";
-    } catch (const ArgumentError& error) {
-      EXPECT_TRUE(std::string(error.what()).starts_with(name + ": got ")) << error.what();
-    }
-  };
-  refuses([](Cluster& hw, TrainedModel&) { hw.flops_per_s = 0; }, "flops_per_s");
-  refuses([](Cluster& hw, TrainedModel&) { hw.flops_per_s = 1e-300; }, "flops_per_s");
-  refuses([](Cluster& hw, TrainedModel&) { hw.fixed_s = 1e300; }, "fixed_s");
-  refuses([](Cluster& hw, TrainedModel&) { hw.ranks_per_node = 0; }, "ranks_per_node");
-  refuses([](Cluster& hw, TrainedModel&) { hw.network_bytes_per_s = -1; }, "network_bytes_per_s");
-  refuses([](Cluster& hw, TrainedModel&) { hw.fixed_s = std::nan(""); }, "fixed_s");
-  refuses([](Cluster&, TrainedModel& model) { model.num_blocks = 0; }, "num_blocks");
-  refuses([](Cluster&, TrainedModel& model) { model.shard_ranks = 0; }, "shard_ranks");
+  EXPECT_THROW(predict_step(plan, {.flops_per_s = 0}, {}), ArgumentError);
+  EXPECT_THROW(predict_step(plan, {}, {.num_blocks = 0}), ArgumentError);
 }
 
 /// Numbers small enough to work out by hand: width 1, 1 FLOP/s, one forward pass of one block: 24 s a token and 4 l^2 s

@@ -9,33 +9,10 @@
 #include <vector>
 
 #include "knapformer/core/util/error.h"
+#include "tests/core/masks.h"
 
 namespace knapformer {
 namespace {
-
-/// Whether query i sees key j, from the words of the definition.
-bool sees(const Mask& mask, int64_t i, int64_t j) {
-  switch (mask.kind) {
-    case Mask::Kind::kFull:
-      return true;
-    case Mask::Kind::kCausal:
-      return j <= i;
-    case Mask::Kind::kPrefix:
-      return j <= i || (i < mask.text_tokens && j < mask.text_tokens);
-    case Mask::Kind::kBlockCausal: {
-      const auto block = [&](int64_t t) {
-        return t < mask.text_tokens ? -1 : (t - mask.text_tokens) / mask.frame_tokens;
-      };
-      return block(j) <= block(i);
-    }
-    case Mask::Kind::kWindow:
-      return (mask.left < 0 || i - j <= mask.left) && (mask.right < 0 || j - i <= mask.right);
-    case Mask::Kind::kDensity:
-    case Mask::Kind::kWritten:
-      break;  // says nothing of single pairs; has an oracle of its own
-  }
-  return false;
-}
 
 int64_t brute_count(const Mask& mask, int64_t seq_len) {
   int64_t pairs = 0;
@@ -104,26 +81,6 @@ TEST(Mask, PartsOfQueriesHaveEqualPairsAndTheirKeys) {
   EXPECT_NEAR(static_cast<double>(last.first_query), std::sqrt(0.75) * 0x1p31, 2);
 }
 
-/// What runs say of single pairs.
-std::vector<std::vector<bool>> dense(const std::vector<MaskRun>& runs, int64_t seq_len) {
-  std::vector<std::vector<bool>> seen;
-  for (const MaskRun& run : runs) {
-    for (int64_t i = 0; i < run.num_queries; ++i) {
-      std::vector<bool>& keys = seen.emplace_back(seq_len);
-      for (const KeyRange& range : run.keys) {
-        const int64_t first = range.first + (range.first_moves ? i : 0), end = range.end + (range.end_moves ? i : 0);
-        EXPECT_LT(first, end);
-        for (int64_t j = first; j < end; ++j) {
-          EXPECT_FALSE(keys.at(static_cast<size_t>(j)));  // ranges are apart
-          keys[static_cast<size_t>(j)] = true;
-        }
-      }
-    }
-  }
-  EXPECT_EQ(std::ssize(seen), seq_len);
-  return seen;
-}
-
 TEST(Mask, RunsSayWhatEachQuerySees) {
   for (const Mask& mask : some_masks()) {
     for (int64_t length = 1; length <= 45; ++length) {
@@ -143,7 +100,7 @@ struct Part {
   std::vector<size_t> seen;  // beside itself
 };
 
-std::vector<std::vector<bool>> dense(const std::vector<Part>& parts) {
+Dense dense(const std::vector<Part>& parts) {
   std::vector<size_t> part_of;
   for (size_t p = 0; p < parts.size(); ++p) part_of.insert(part_of.end(), static_cast<size_t>(parts[p].num_tokens), p);
   std::vector<std::vector<bool>> seen(part_of.size(), std::vector<bool>(part_of.size()));
@@ -157,7 +114,7 @@ std::vector<std::vector<bool>> dense(const std::vector<Part>& parts) {
   return seen;
 }
 
-void expect_written(const std::string& text, const std::vector<std::vector<bool>>& expected) {
+void expect_written(const std::string& text, const Dense& expected) {
   const Mask mask = Mask::parse(text);
   EXPECT_EQ(mask.str(), text);
   const auto length = std::ssize(expected);

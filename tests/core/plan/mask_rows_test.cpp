@@ -8,25 +8,10 @@
 
 #include "knapformer/core/util/error.h"
 #include "tests/core/cases.h"
+#include "tests/core/masks.h"
 
 namespace knapformer {
 namespace {
-
-using Dense = std::vector<std::vector<bool>>;
-
-/// Whether each query sees each key, from runs: single masks have an oracle of their own (mask_test.cpp).
-Dense dense(const std::vector<MaskRun>& runs, int64_t num_keys) {
-  Dense seen;
-  for (const MaskRun& run : runs) {
-    for (int64_t i = 0; i < run.num_queries; ++i) {
-      std::vector<bool>& keys = seen.emplace_back(num_keys);
-      for (const KeyRange& range : run.part(i, 1).keys) {
-        for (int64_t j = range.first; j < range.end; ++j) keys.at(static_cast<size_t>(j)) = true;
-      }
-    }
-  }
-  return seen;
-}
 
 /// Whole sequences, or a part of each, packed: with what each query should see.
 struct Packed {

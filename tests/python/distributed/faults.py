@@ -1,14 +1,11 @@
-"""What the other ranks see when one of them fails: every fault in every call, on real ranks that really end.
+"""What the other ranks see when one of them fails, on real ranks that really end (test_faults.py).
 
-    PYTHONPATH=python:tests/python:tests/python/distributed python tests/python/distributed/faults.py
-
-runs the whole matrix (`make faults`), a line a case; test_faults.py runs a few of them. The store is served by the
-process that starts the ranks, as torchrun's agent serves it, so that any rank may be the one that ends.
+The store is served by the process that starts the ranks, as torchrun's agent serves it, so that any rank may be the one
+that ends.
 """
 
 from __future__ import annotations
 
-import argparse
 import atexit
 import contextlib
 import datetime
@@ -16,7 +13,6 @@ import itertools
 import multiprocessing as mp
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
@@ -241,27 +237,3 @@ def problem(case: Case, fault_time: float, outcomes: list[Outcome | None]) -> st
         if named not in outcome.message:
             return f"rank {rank} names no {named}: {outcome.message}"
     return ""
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description="The whole matrix of faults, calls, topologies and numbers of ranks.")
-    parser.add_argument("--only", default="", help="cases whose text holds this, such as 'kill in route'")
-    parser.add_argument("--verbose", action="store_true", help="what every rank raised")
-    args = parser.parse_args()
-    num_wrong, slowest = 0, 0.0
-    cases = [case for case in all_cases() if args.only in str(case)]
-    for case in cases:
-        fault_time, outcomes = run(case)
-        wrong = problem(case, fault_time, outcomes)
-        num_wrong += wrong != ""
-        after = max((o.time - fault_time for r, o in enumerate(outcomes) if o and r != case.victim), default=0.0)
-        slowest = max(slowest, 0.0 if case.fault == "stop" else after)
-        print(f"{'WRONG ' if wrong else 'ok    '}{case}: {wrong or f'{after:.1f} s'}", flush=True)
-        if args.verbose:
-            print(*(f"    rank {rank}: {outcome}" for rank, outcome in enumerate(outcomes)), sep="\n", flush=True)
-    print(f"{len(cases)} cases, {num_wrong} wrong, the slowest noticed after {slowest:.1f} s")
-    return 1 if num_wrong else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -112,35 +112,6 @@ def check_equal_to_no_balancer(rank: int, world_size: int) -> None:
             torch.testing.assert_close(balanced_x.grad, plain_x.grad, rtol=1e-10, atol=1e-10)
 
 
-def check_features_of_every_dtype(rank: int, world_size: int) -> None:
-    dtypes = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16]
-    dtypes += [torch.float32, torch.float64, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2]
-    lens = LENS[world_size]
-    for engine in (None, "device"):
-        balancer = SequenceBalancer(f"g{world_size}n1", engine=engine)
-        plan = balancer.plan_routing(own(lens, rank), 8)
-
-        def row(sequence: int, position: int, dtype: torch.dtype) -> Tensor:
-            generator = torch.Generator().manual_seed(sequence * 1000 + position)
-            raw = torch.randint(0, 256, (3 * dtype.itemsize,), dtype=torch.uint8, generator=generator)
-            return (raw & 1).bool() if dtype == torch.bool else raw.view(dtype)
-
-        def rows(places: list[tuple[int, int]], dtype: torch.dtype) -> Tensor:
-            return torch.stack([row(*place, dtype) for place in places]) if places else torch.empty(0, 3, dtype=dtype)
-
-        first = sum(len(lens[r]) for r in range(rank))
-        home = [(first + s, p) for s, n in enumerate(own(lens, rank)) for p in range(n)]
-        held = [(s, t + i) for s, r, t, n in plan.chunks if r == rank for i in range(n)]
-        chunk_lens, x, features = balancer.route(
-            rows(home, torch.float32), [rows(home, d).unsqueeze(2) for d in dtypes]
-        )
-        assert chunk_lens.dtype == torch.int32 and chunk_lens.tolist() == [n for _, r, _, n in plan.chunks if r == rank]
-        for got, dtype in zip([x, *features], [torch.float32, *dtypes], strict=True):
-            expected = rows(held, dtype)
-            assert got.dtype == dtype
-            assert torch.equal(got.reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8)), dtype
-
-
 def check_lengths_of_every_kind(rank: int, world_size: int) -> None:
     balancer = SequenceBalancer(f"g{world_size}n1")
     lens = own(LENS[world_size], rank)
@@ -438,7 +409,6 @@ def check_given_work(rank: int, world_size: int) -> None:
 CHECKS: list[Check] = [
     check_gradients_by_finite_differences,
     check_equal_to_no_balancer,
-    check_features_of_every_dtype,
     check_lengths_of_every_kind,
     check_several_routes_a_plan,
     check_attention_alone_is_computed_again,

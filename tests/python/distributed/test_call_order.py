@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import datetime
 import re
-import time
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import error_of, run_ranks
 from torch import Tensor
 
-from knapformer import ArgumentError, SequenceBalancer
+from knapformer import SequenceBalancer
 
 WORLD_SIZE = 4
 TIMEOUT_S = 60
@@ -76,15 +75,6 @@ MISTAKES: dict[str, tuple[Callable[[SequenceBalancer, int], None], str]] = {
 }
 
 
-def _error_of(call: Callable[[], None]) -> tuple[str, str, float]:
-    begin = time.monotonic()
-    try:
-        call()
-    except (RuntimeError, ArgumentError) as error:  # StateError; from inside a backward pass a plain one
-        return type(error).__name__, str(error), time.monotonic() - begin
-    return "", "nothing was raised", time.monotonic() - begin
-
-
 def _new_group(world_size: int, timeout_s: float = TIMEOUT_S) -> dist.ProcessGroup:
     return dist.new_group(list(range(world_size)), timeout=datetime.timedelta(seconds=timeout_s))
 
@@ -104,7 +94,7 @@ def _make_mistakes(rank: int, world_size: int, warm_steps: int) -> dict[str, tup
             (mistake if rank == 1 else _step)(balancer, rank)
             _step(balancer, rank)  # a rank whose own calls went through meets the others here
 
-        outcomes[name] = _error_of(call)
+        outcomes[name] = error_of(call)
         dist.barrier()
     # A rank that makes no call: the others hear of it at the timeout, and of the rank.
     balancer = SequenceBalancer("g2n2", group=_new_group(world_size, NO_CALL_TIMEOUT_S))
@@ -113,7 +103,7 @@ def _make_mistakes(rank: int, world_size: int, warm_steps: int) -> dict[str, tup
     dist.barrier()
     _kept.append(balancer)  # of rank 1, which lives on without a word until the others are done
     if rank != 1:
-        outcomes["no_call"] = _error_of(lambda: _step(balancer, rank))
+        outcomes["no_call"] = error_of(lambda: _step(balancer, rank))
     return outcomes
 
 

@@ -288,26 +288,6 @@ def test_options_that_differ_are_an_error_on_all_ranks() -> None:
             assert kind == "ArgumentError" and words in message and seconds < SOON_S, (name, kind, message, seconds)
 
 
-_kept: list[SequenceBalancer] = []
-
-
-def _lose_a_rank(rank: int, world_size: int) -> tuple[str, str, float]:
-    """Rank 1 leaves without a word: the others are told at the group's timeout."""
-    balancer = SequenceBalancer("g2n1")
-    for _ in range(2):
-        _step(balancer, rank)
-    if rank == 1:
-        _kept.append(balancer)
-        return "", "", 0  # its process and its balancer stay until the other is done
-    return error_of(lambda: _step(balancer, rank))
-
-
-def test_a_silent_rank_ends_in_the_groups_timeout() -> None:
-    kind, message, seconds = run_ranks(_lose_a_rank, 2, group_timeout_s=8, timeout_s=60)[0]
-    assert kind == "StateError" and "plan_routing: the collective failed on rank 0" in message, message
-    assert seconds > 7
-
-
 def _without_a_bags_group(
     rank: int, world_size: int, topology: str, of_another: bool = False
 ) -> tuple[str, str, float]:

@@ -100,12 +100,6 @@ TEST(Locality, SequencesThatCannotStayAtHomeStayInTheirNode) {
   EXPECT_EQ(plan.placement(SequenceId(2)).first_rank, Rank(3));
 }
 
-TEST(Locality, SequencesThatAreAllAlikeDoNotMove) {
-  EXPECT_EQ(balanced(input_of(std::vector<std::vector<int64_t>>(8, std::vector<int64_t>(4, 512)), "g8/4/2/1n1"))
-                .tokens_moved(),
-            0);
-}
-
 TEST(Locality, NothingSwapsWhereNothingIsRouted) {
   PlanInput in = input_of({{100}, {100}}, "g1n2");
   const std::vector<Placement> placements = {{.bag = BagId(1), .first_rank = Rank(1)},
