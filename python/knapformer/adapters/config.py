@@ -43,7 +43,14 @@ class Fields:
         those of Adapter.conditions, of which some samples have more than others."""
         drawn = _DRAWN | self.adapter.drawn | (_CONDITIONS | self.adapter.conditions if conditions else {})
         names = [name for name in (*self.adapter.required, *self.adapter.optional) if name in drawn]
-        return {name: drawn[name](self, size, draw) for name in names}
+        sample = {}
+        for name in names:
+            try:
+                sample[name] = drawn[name](self, size, draw)
+            except AttributeError as error:
+                of = f"Adapter.conditions[{name!r}]"
+                raise ArgumentError(f"{name}: got no field {error}, by which it is drawn, expected {of}") from error
+        return sample
 
 
 class ModelConfig(Fields):

@@ -34,7 +34,7 @@ class Samples:
             raise ArgumentError(f"samples: got {got}, expected a list of dicts of forward's arguments")
         self._samples = samples
         self._optional = optional
-        self.like = like
+        self.like = torch.empty(0, dtype=like.dtype, device=like.device)  # of a unit of FSDP's the weight is a DTensor
         for i, sample in enumerate(samples):
             if not isinstance(sample, Mapping):
                 raise ArgumentError(
@@ -89,13 +89,20 @@ class Samples:
         return torch.cat(parts) if parts else self.like.new_zeros((0, width), dtype=torch.float32)
 
     def unmasked(
-        self, name: str, lens: list[int], *rows: Tensor, beside: Sequence[int] | None = None, boolean: bool = False
+        self,
+        name: str,
+        lens: list[int],
+        *rows: Tensor,
+        beside: Sequence[int] | None = None,
+        boolean: bool = False,
+        leading: bool = False,
     ) -> tuple[Any, ...]:
         """The tokens of each sample that its mask (1, tokens), or (tokens,), keeps, and the rows of these tokens. A
         sample without a mask keeps all. Masks are counted on the CPU: those that come on a device cost a wait.
 
         beside: the tokens behind these that the mask covers, too, and has to keep. boolean: the model adds masks of
-        numbers to its scores, so that they mask nothing."""
+        numbers to its scores, so that they mask nothing. leading: the model takes the first tokens, whichever are kept.
+        """
         masks = self.values(name)
         if all(mask is None for mask in masks):
             return lens, *rows
@@ -108,6 +115,8 @@ class Samples:
                 raise ArgumentError(f"samples[{i}][{name!r}]: got shape {shape}, expected (1, {length})")
         for i, mask in enumerate(masks := on_host(masks)):
             masks[i], others = mask.flatten().split([lens[i], covered[i] - lens[i]])
+            if leading and (masks[i].diff() > 0).any():
+                raise ArgumentError(f"samples[{i}][{name!r}]: got 1 after 0, expected the padding behind the text")
             if not others.all():
                 raise ArgumentError(f"samples[{i}][{name!r}]: got 0 for a token of an image, expected 1")
             if len(other := mask[(mask != 0) & (mask != 1)]):  # as of one that is added to the scores

@@ -177,8 +177,11 @@ def on_ranks(rank: int, world: int) -> dict[tuple[str, int], Outcome]:
 
 
 def _shard(model: nn.Module, mesh: DeviceMesh) -> None:
-    for block in _blocks(model):
-        fully_shard(block, mesh=mesh)
+    """Blocks, and what else accelerate makes units of; among these may be the layer that reads the samples."""
+    names = getattr(find_model(model)[0], "_no_split_modules", None) or ()
+    units = (module for module in model.modules() if type(module).__name__ in names)
+    for module in dict.fromkeys([*_blocks(model), *units]):
+        fully_shard(module, mesh=mesh)
     fully_shard(model, mesh=mesh)
 
 

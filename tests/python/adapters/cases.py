@@ -40,7 +40,7 @@ FLUX, FLUX2, SD3, WAN = (
 )  # fmt: skip
 QWEN = "QwenImageTransformer2DModel"
 LTX2 = "LTX2VideoTransformer3DModel"
-HUNYUAN15 = "HunyuanVideo15Transformer3DModel"
+HUNYUAN, HUNYUAN15 = "HunyuanVideoTransformer3DModel", "HunyuanVideo15Transformer3DModel"
 # Classes with what differs from Adapter.small: configurations that compute other things.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "flux": (FLUX, {}),
@@ -54,6 +54,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "z-image": ("ZImageTransformer2DModel", {}),
     "flux3": ("Flux3Transformer2DModel", {}),
     "flux3-map": ("Flux3Transformer2DModel", {"flow_map": True, "num_layers": 1}),
+    "hunyuan-video": (HUNYUAN, {}),
+    "hunyuan-video-first-frame": (HUNYUAN, {
+        "image_condition_type": "token_replace", "guidance_embeds": False, "patch_size": 1, "patch_size_t": 2,
+    }),
     "hunyuan-video15": (HUNYUAN15, {}),
     "hunyuan-video15-flow": (HUNYUAN15, {"use_meanflow": True, "patch_size": 1, "patch_size_t": 2}),
     "minimax-h3": ("MiniMaxH3Transformer3DModel", {}),

@@ -41,6 +41,16 @@ def test_what_differs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no gradient of single_transformer_blocks.0.norm.linear.weight (" in lines[4]
 
 
+def test_an_argument_that_cannot_be_drawn_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The class names the width of its text otherwise than FLUX does."""
+    hunyuan = cases()["hunyuan-video"]
+    conditions = {name: draw for name, draw in hunyuan.adapter.conditions.items() if "encoder_hidden" not in name}
+    monkeypatch.setattr(hunyuan.adapter, "conditions", conditions)
+    message = r"encoder_hidden_states: got no field joint_attention_dim, by which it is drawn, expected Adapter.conditi"
+    with pytest.raises(ArgumentError, match=message):
+        check(hunyuan.model_class, ranks=1)
+
+
 def test_processes_share_the_samples() -> None:
     *_, shared, kept = check(MODEL).splitlines()
     assert shared == "shared by 2 ranks  the same"

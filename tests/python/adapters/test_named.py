@@ -126,7 +126,7 @@ def test_published_models_have_the_same_names_in_all_commands() -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_doctors_models_are_these(name: str) -> None:
     preset = PRESETS[name]
-    if name in ("hunyuan-video", "ltx-video"):  # which have no adapter
+    if name in ("hunyuan-video", "ltx-video"):  # which are not simulated
         return
     config = load_config(name)
     sizes = (config.d_model, config.depth, config.num_heads, config.text_beside)
