@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from knapformer import ArgumentError, StateError
 from knapformer.adapters.backend import attend_by
@@ -215,6 +216,9 @@ class Adapter(ABC):
     def read(self, model: Any, samples: Sequence[Sample]) -> Samples:
         """Raises ArgumentError where samples are not what `required` and `optional` say."""
         like: Tensor = model.get_submodule(self.input_layer).weight
+        if isinstance(like, DTensor):  # a unit of FSDP, which casts what it gets; other layers do not
+            plain = (p for p in model.parameters() if not isinstance(p, DTensor) and p.is_floating_point())
+            like = next(plain, like)
         return Samples(samples, self.required, self.optional, like)
 
     @abstractmethod

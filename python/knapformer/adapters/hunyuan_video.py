@@ -17,9 +17,15 @@ from knapformer.adapters.flux import adaptive_single_block
 from knapformer.adapters.joint import JointAdapter, JointChunks, adaptive_rows, double_block, self_attention
 from knapformer.adapters.samples import Samples
 from knapformer.device_copies import to_device
-from knapformer.models.packing import gated_add, segment_index
+from knapformer.models.packing import Segments, gated_add, segment_index
 
 _FIRST_FRAME = 2  # kind of a token; those of other frames are 1
+
+
+def patch_embedder(embedder: Any, videos: list[Tensor], packed: Packed) -> Tensor:
+    """As HunyuanVideoPatchEmbed.forward, and that of 1.5, of each video: (tokens, width). Called once, as often as on
+    other ranks: it may be a unit of FSDP."""
+    return torch.cat([embedder.proj(video).flatten(2).transpose(1, 2).flatten(0, 1) for video in videos])
 
 
 def refiner_block(block: Any, text: Tensor, cond: Tensor, chunks: Chunks) -> Tensor:
@@ -53,7 +59,7 @@ class Hunyuan(JointAdapter):
 
     input_layer = "x_embedder.proj"
     refiners = {"context_embedder.token_refiner.refiner_blocks": refiner_block}
-    modules = JointAdapter.modules | {"context_embedder": token_refiner}
+    modules = JointAdapter.modules | {"context_embedder": token_refiner, "x_embedder": patch_embedder}
     in_parts = ("norm1", "norm1_context", "norm", "norm_out")
     min_text_tokens = 1
     conditions = {
@@ -80,12 +86,13 @@ class Hunyuan(JointAdapter):
         """first_frame: whether the first frame's tokens are a kind of their own."""
         config = model.config
         videos, grids = samples.grids("hidden_states", config.in_channels, self._patch(config))
-        x = torch.cat([model.x_embedder(video).flatten(0, 1) for video in videos])
+        lens = list(map(math.prod, grids))
+        x = model.x_embedder(videos, Packed(Segments.of_lengths(lens, samples.like.device)))
         rotations = [rotation_rows(*model.rope(video)) for video, _ in zip(videos, grids, strict=False)]
         none = x.new_zeros((0, config.attention_head_dim // 2, 2), dtype=torch.float32)
         unturned = torch.tensor([1.0, 0.0], device=x.device).expand(len(text), *none.shape[1:])
         kinds = torch.cat([torch.ones(0), *(1 + (torch.arange(math.prod(g)) < g[1] * g[2]) for g in grids)])
-        lens, rotation = list(map(math.prod, grids)), (unturned, torch.cat([none, *rotations]))
+        rotation = (unturned, torch.cat([none, *rotations]))
         home = self.home(text, text_lens, x, lens, rotation, cond, kinds if first_frame else None)
         home.grids = grids
         return home
@@ -109,7 +116,8 @@ class HunyuanVideo(Hunyuan):
     forwards = (
         "HunyuanVideoTransformerBlock", "HunyuanVideoSingleTransformerBlock",
         "HunyuanVideoTokenReplaceTransformerBlock", "HunyuanVideoTokenReplaceSingleTransformerBlock",
-        "HunyuanVideoIndividualTokenRefinerBlock", "HunyuanVideoTokenRefiner", *JointAdapter.forwards,
+        "HunyuanVideoIndividualTokenRefinerBlock", "HunyuanVideoTokenRefiner", "HunyuanVideoPatchEmbed",
+        *JointAdapter.forwards,
     )  # fmt: skip
     processors = ("HunyuanVideoAttnProcessor2_0", "AttnProcessor2_0")
     small = {

@@ -23,7 +23,7 @@ class HunyuanVideo15(Hunyuan):
     blocks = {"transformer_blocks": adaptive_double_block}
     forwards = (
         "HunyuanVideo15TransformerBlock", "HunyuanVideo15IndividualTokenRefinerBlock", "HunyuanVideo15TokenRefiner",
-        *JointAdapter.forwards,
+        "HunyuanVideo15PatchEmbed", *JointAdapter.forwards,
     )  # fmt: skip
     processors = ("HunyuanVideo15AttnProcessor2_0", "AttnProcessor2_0")
     small = {

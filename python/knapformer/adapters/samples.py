@@ -34,7 +34,7 @@ class Samples:
             raise ArgumentError(f"samples: got {got}, expected a list of dicts of forward's arguments")
         self._samples = samples
         self._optional = optional
-        self.like = torch.empty(0, dtype=like.dtype, device=like.device)  # of a unit of FSDP's the weight is a DTensor
+        self.like = torch.empty(0, dtype=like.dtype, device=like.device)  # not of a DTensor
         for i, sample in enumerate(samples):
             if not isinstance(sample, Mapping):
                 raise ArgumentError(

@@ -29,6 +29,8 @@ from knapformer.adapters.backend import attend_by
 from knapformer.adapters.check import Size
 from knapformer.models import PackedAttention, set_checkpointing
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import knapformer
 from knapformer import SequenceBalancer
@@ -398,6 +400,23 @@ def test_autocast_where_a_rank_has_no_head() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         output = ONE_HEAD.make()(**ONE_HEAD.sample(SIZES[0], 0)).sample
     assert relative_error(prediction, output) <= 2e-2
+
+
+def units_in_bfloat16(rank: int, world_size: int) -> list[torch.Tensor]:
+    case, mesh = cases()["hunyuan-video"], init_device_mesh("cpu", (world_size,))
+    model: Any = case.make()
+    for unit in (model.x_embedder, model):
+        fully_shard(unit, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    predictions = knapformer.balance(model, SequenceBalancer("g2n1"))([case.sample(SIZES[0], 0)] if rank == 0 else [])
+    sum((p.square().mean() for p in predictions), predictions.zero).backward()
+    return [prediction.detach().float() for prediction in predictions]
+
+
+def test_mixed_precision_where_the_layer_that_reads_samples_is_a_unit() -> None:
+    """Where a rank has no samples, other layers get numbers in the dtype in which they compute, not in the unit's."""
+    ((prediction,), _) = run_ranks(units_in_bfloat16, 2)
+    case = cases()["hunyuan-video"]
+    assert relative_error(prediction, case.make()(**case.sample(SIZES[0], 0)).sample) <= 5e-2
 
 
 SHARED_SIZES = [Size((1, rows, 6), 7) for rows in (40, 2, 3, 1, 4, 2, 3, 2)]
