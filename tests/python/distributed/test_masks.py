@@ -74,7 +74,7 @@ def check(rank: int, world_size: int, topology: str, heads: int, seed: int, way:
     o = checkpoint(attention, q, k, v, use_reentrant=False) if way == "checkpointed" else attention(q, k, v)
     _, o = balancer.reverse_route(o)
     got = torch.autograd.grad((o * weight).sum(), inputs)
-    tolerance = 4e-2 if way == "bfloat16" else 1e-11
+    tolerance = 4e-2 if way == "bfloat16" else 1e-12
     torch.testing.assert_close([o, *got], [expected, *wanted], rtol=tolerance, atol=tolerance)
     return max(balancer.plan.query_parts.values(), default=1) > 1
 
@@ -128,7 +128,7 @@ def check_sampler(rank: int, world_size: int) -> None:
             for index, begin, end in chunks
             for of in [samples[index]]
         ]
-        torch.testing.assert_close(step.attention(q, k[:, :1], v[:, :1]), torch.cat(expected), rtol=0, atol=1e-11)
+        torch.testing.assert_close(step.attention(q, k[:, :1], v[:, :1]), torch.cat(expected), rtol=0, atol=1e-12)
         num_shared += sum(end - begin < lens[index] for index, begin, end in chunks)
     assert num_shared > 0
 

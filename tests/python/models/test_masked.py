@@ -69,7 +69,7 @@ def test_mixtures_of_masks_are_the_dense_ones(seed: int) -> None:
     masks = [random_mask(draw, n) for n in lens]
     inputs = tensors(sum(lens), draw.choice([4, 2]))
     out, expected = MaskedAttention(lens, masks)(*inputs), dense_attention(*inputs, packed_mask(lens, masks))
-    torch.testing.assert_close(gradients(out, inputs), gradients(expected, inputs), rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(gradients(out, inputs), gradients(expected, inputs), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -84,7 +84,7 @@ def test_flex_attention_gets_the_same_mask(seed: int) -> None:
     layout = block_mask(tables, CPU)
     by_head = (tensor.detach().transpose(0, 1).unsqueeze(0) for tensor in inputs)  # no gradients on CPUs
     out = flex_attention(*by_head, block_mask=layout, enable_gqa=True).squeeze(0).transpose(0, 1)
-    torch.testing.assert_close(out, dense_attention(*inputs, allowed).detach(), rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(out, dense_attention(*inputs, allowed).detach(), rtol=1e-12, atol=1e-12)
     num_blocks = -(-sum(lens) // 128)
     padded = torch.zeros(num_blocks * 128, num_blocks * 128, dtype=torch.bool)
     padded[: sum(lens), : sum(lens)] = allowed
@@ -141,7 +141,7 @@ def test_other_ways_to_call_it(way: Callable[..., Callable[..., Tensor]]) -> Non
         inputs = tensors(sum(lens), 2)
         out = call(*inputs, layout_on(MaskTables(masks, lens), CPU))
         expected = dense_attention(*inputs, packed_mask(lens, masks))
-        torch.testing.assert_close(gradients(out, inputs), gradients(expected, inputs), rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(gradients(out, inputs), gradients(expected, inputs), rtol=1e-12, atol=1e-12)
 
 
 def test_without_tokens_or_heads_every_input_stays_in_the_graph() -> None:
