@@ -17,7 +17,7 @@ namespace knapformer {
 inline constexpr double kMaxSpeedRatio = 1e6;
 
 /// The default is "h100". Values marked "fitted" are fitted to the 15 rows of the paper's Table 1 by
-/// docs/cluster_model.py, which writes the residuals into docs/cluster_model.md; that page also has the sources of the
+/// docs/cluster_model.py, which prints the residuals; docs/cluster_model.md also has the sources of the
 /// other named clusters.
 struct Cluster {
   double flops_per_s = 2.98e14;  // fitted
