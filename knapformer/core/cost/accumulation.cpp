@@ -6,40 +6,6 @@
 #include "knapformer/core/cost/bounds.h"
 
 namespace knapformer {
-namespace {
-
-/// A rank's pass with its waits: equal for all ranks of its group.
-double seconds_of(const PassTime& t) {
-  return t.token_s + t.wait_before_s + t.attention_s() + t.exchange_s() + t.wait_after_s;
-}
-
-/// By rank, the seconds that its group takes for all blocks.
-std::vector<double> group_s(const Plan& plan, const StepTime& time) {
-  const PlanInput& input = plan.input();
-  const Passes passes = input.model.passes();
-  std::vector<double> host_s(time.ranks.size(), 0.0);  // of each group, at its first rank
-  if (input.cluster.host_s_per_piece > 0) {
-    std::vector<double> pieces(time.ranks.size(), 0.0);
-    for (const Chunk& chunk : plan.chunks()) {
-      const int32_t degree = plan.degree_of(chunk);
-      if (degree > 1) pieces[chunk.rank.index()] += degree;
-    }
-    for (size_t r = 0; r < pieces.size(); ++r) {
-      double& longest_s = host_s[time.ranks[r].group.index()];
-      longest_s = std::max(longest_s, pieces[r] * input.cluster.host_s_per_piece);
-    }
-  }
-  std::vector<double> seconds;
-  seconds.reserve(time.ranks.size());
-  for (const RankTime& rank : time.ranks) {
-    const double block_s = passes.forwards * seconds_of(rank.forward) + passes.backwards * seconds_of(rank.backward) +
-                           host_s[rank.group.index()];
-    seconds.push_back(input.model.num_blocks * block_s);
-  }
-  return seconds;
-}
-
-}  // namespace
 
 AccumulatedTime predict_accumulated(const StepPlan& plan) {
   AccumulatedTime out;
@@ -54,13 +20,14 @@ AccumulatedTime predict_accumulated(const StepPlan& plan) {
       out.total_s += time.total_s();
       continue;
     }
-    const std::vector<double> seconds = group_s(micro_batch, time);
+    const TrainedModel& model = micro_batch.input().model;
     std::vector<double> start_s(rank_s.size(), 0.0);  // of a group, at its first rank
     for (size_t r = 0; r < rank_s.size(); ++r) {
       double& latest_s = start_s[time.ranks[r].group.index()];
       latest_s = std::max(latest_s, rank_s[r]);
     }
-    for (size_t r = 0; r < rank_s.size(); ++r) rank_s[r] = start_s[time.ranks[r].group.index()] + seconds[r];
+    for (size_t r = 0; r < rank_s.size(); ++r)
+      rank_s[r] = start_s[time.ranks[r].group.index()] + model.num_blocks * time.ranks[r].block_s(model.passes());
     out.total_s += time.route_s + time.fixed_s;
     fsdp_s = time.fsdp_s;
   }

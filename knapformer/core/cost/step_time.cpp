@@ -319,6 +319,7 @@ StepTime predict_step(const Plan& plan, const Cluster& cluster, const TrainedMod
       add_pass(group, &RankTime::backward, passes.backwards, block);
       for (int32_t r = first; r < last; ++r)
         block.host_s = std::max(block.host_s, cluster.host_s_per_piece * loads[r].num_pieces);
+      for (RankTime& rank : group) rank.host_s = block.host_s;
       if (block.blocks_s() > slowest.blocks_s()) {
         slowest = block;
         slowest_group = Rank(first);

@@ -94,12 +94,19 @@ struct PassTime {
 
   double attention_s() const { return whole_attention_s + shared_attention_s; }
   double exchange_s() const { return pre_attn_s + post_attn_s - hidden_s; }  // not hidden
+  double total_s() const { return token_s + wait_before_s + attention_s() + exchange_s() + wait_after_s; }
 };
 
 struct RankTime {
   Rank group;         // the first rank of the connected group
   PassTime forward;   // the same in the recomputation
   PassTime backward;  // zeros if there is none
+  double host_s = 0;  // of a block: the longest in the group
+
+  /// A block, all passes, with its waits: equal for all ranks of a group.
+  double block_s(const Passes& passes) const {
+    return passes.forwards * forward.total_s() + passes.backwards * backward.total_s() + host_s;
+  }
 };
 
 /// The times of one replica: blocks, route and FSDP.

@@ -30,10 +30,7 @@ Plan plan_of(const PlanInput& in, const std::vector<Placement>& placements) {
 /// Over the ranks, of a forward pass of a block.
 double sum_of_group_times(const Plan& plan) {
   double sum = 0;
-  for (const RankTime& rank : predict_step(plan).ranks) {
-    const PassTime& t = rank.forward;
-    sum += t.token_s + t.wait_before_s + t.attention_s() + t.exchange_s() + t.wait_after_s;
-  }
+  for (const RankTime& rank : predict_step(plan).ranks) sum += rank.forward.total_s();
   return sum;
 }
 
