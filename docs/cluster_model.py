@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from knapformer.tools.ways import PEAK_TFLOPS, forward_flops, hardware_flops_utilization
+from knapformer.tools.ways import PEAK_TFLOPS, Step, hfu_of
 
 from knapformer import Cluster, DataMix, Plan, StepTime, plan, plan_home, predict_step
 
@@ -78,9 +78,7 @@ def mean_terms(plans: list[Plan], cluster: Cluster) -> dict[str, float]:
 
 def hfu(plans: list[Plan], step_s: float) -> float:
     """Of steps that take so long on the mean, on H100 devices."""
-    model, flops = plans[0].model, statistics.fmean(forward_flops([plan]) for plan in plans)
-    peak = PEAK_TFLOPS["published"]
-    utilization = hardware_flops_utilization(flops, model, step_s, NUM_RANKS, peak)
+    utilization = hfu_of([Step([plan]) for plan in plans], plans[0].model, step_s, PEAK_TFLOPS["published"])
     assert utilization is not None
     return utilization
 

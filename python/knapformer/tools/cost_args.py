@@ -69,36 +69,28 @@ def planning(
     return Planning(**(fields | {"cluster": cluster, "model": model, "num_heads": 0} | given))
 
 
-def assumed(args: argparse.Namespace, of: Planning, memory: str, plan: str | None = None) -> str:
-    """One sentence that says what a prediction depends on. memory: what limits the tokens of a rank. plan: the file
-    that the plan is from, if any."""
-    cluster, model = of.cluster, of.model
-    if plan is not None:
-        origin, name = "the plan's", "calibrated" if args.calibration is not None else args.cluster or "of the plan"
-    elif args.calibration is not None:
-        origin, name = f"measured: {args.calibration}", "calibrated"
-    else:
-        origin = "the default" if of.gamma == DEFAULT_GAMMA else "as given"
-        name = args.cluster or f"{Cluster.names()[0]}, the default"
+def assumed(args: argparse.Namespace, of: Planning, limit: str | None = None) -> str:
+    """One sentence that says what a prediction depends on. limit: of the tokens of a rank; None: as the options say."""
+    cluster, model, is_read = of.cluster, of.model, getattr(args, "plan", None) is not None
+    origin = "the plan's" if is_read else "the default" if of.gamma == DEFAULT_GAMMA else "as given"
+    name = args.cluster or ("of the plan" if is_read else f"{Cluster.names()[0]}, the default")
+    if args.calibration is not None:
+        origin, name = origin if is_read else f"measured: {args.calibration}", "calibrated"
+    if limit is None and args.max_tokens_per_rank:
+        limit = f"at most {args.max_tokens_per_rank:,} tokens of a rank"
+    elif limit is None:
+        whole = "" if args.micro_batches is None else ", but of steps planned whole"
+        limit = "the plan's limit of memory, if it has one" if is_read else f"no limit of memory{whole}"
     heads = f"{model.num_heads} heads" if model.num_heads else "heads as if even"
     fixed = f"{cluster.fixed_s:.3g} s in each step whatever its load" if cluster.fixed_s else "nothing fixed in a step"
     if cluster.fixed_s == Cluster.published().fixed_s:
         fixed += " (fitted to the published cluster)"
     return (
-        f"Assumed: gamma {of.gamma:.4g} ({origin}); cluster {name}: {cluster.flops_per_s / 1e12:.3g} TFLOP/s a rank, "
-        f"{cluster.node_bytes_per_s / 1e9:.3g} and {cluster.network_bytes_per_s / 1e9:.3g} GB/s in a node of "
-        f"{cluster.ranks_per_node} and between; {model.num_blocks} blocks, {model.num_parameters:.3g} parameters, "
-        f"{heads}; {model.mode}; {memory}; {fixed}."
+        f"Assumed: gamma {of.gamma:.4g} ({origin}); cluster {name}: "
+        f"{cluster.flops_per_s / 1e12:.3g} TFLOP/s a rank, {cluster.node_bytes_per_s / 1e9:.3g} and "
+        f"{cluster.network_bytes_per_s / 1e9:.3g} GB/s in a node of {cluster.ranks_per_node} and between; "
+        f"{model.num_blocks} blocks, {model.num_parameters:.3g} parameters, {heads}; {model.mode}; {limit}; {fixed}."
     )
-
-
-def limit_of(args: argparse.Namespace) -> str:
-    """For `assumed`, of --max-tokens-per-rank."""
-    if args.max_tokens_per_rank:
-        return f"at most {args.max_tokens_per_rank:,} tokens of a rank"
-    if getattr(args, "plan", None) is not None:
-        return "the plan's limit of memory, if it has one"
-    return "no limit of memory" + ("" if args.micro_batches is None else ", but of steps planned whole")
 
 
 def read_cluster(name: str, model: TrainedModel) -> tuple[Cluster, TrainedModel, bool]:

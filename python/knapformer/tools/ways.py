@@ -260,7 +260,7 @@ def means(steps: Sequence[Step], peak_tflops: float | None) -> dict[str, Any]:
     return mean | {
         "wir": number_or_none(mean["wir"]), "efficiency": mean["ideal_s"] / mean["total_s"],
         "tokens_per_s": mean["tokens"] / mean["total_s"],
-        "hfu": _hfu_of(steps, steps[0].plans[0].model, mean["total_s"], peak_tflops),
+        "hfu": hfu_of(steps, steps[0].plans[0].model, mean["total_s"], peak_tflops),
     }  # fmt: skip
 
 
@@ -279,33 +279,23 @@ def measured(
         "wir": number_or_none(statistics.fmean(step.wir for step in steps)),
         "tokens_per_s": tokens / fbl_s,
         "max_tokens_per_rank": max(step.max_tokens for step in steps),
-        "hfu": _hfu_of(steps, model, fbl_s, peak_tflops),
+        "hfu": hfu_of(steps, model, fbl_s, peak_tflops),
     }
 
 
-def _hfu_of(steps: Sequence[Step], model: TrainedModel, latency_s: float, peak_tflops: float | None) -> float | None:
-    flops = 0.0 if peak_tflops is None else statistics.fmean(forward_flops(step.plans) for step in steps)
-    return hardware_flops_utilization(flops, model, latency_s, steps[0].plans[0].num_ranks, peak_tflops)
-
-
-def forward_flops(plans: Iterable[Plan]) -> float:
-    """FLOPs of one block on all tokens of some plans. Attention's count in full, whatever gamma the plans have."""
-    total = 0
-    for plan in plans:
-        lens = [length for of_rank in plan.seq_lens for length in of_rank]
-        pairs = plan.attention_pairs or [length**2 for length in lens]
-        total += 24 * sum(lens) * plan.d_model**2 + 4 * sum(pairs) * plan.d_model
-    return float(total)
-
-
-def hardware_flops_utilization(
-    forward_flops: float, model: TrainedModel, latency_s: float, num_ranks: int, peak_tflops: float | None
-) -> float | None:
-    """forward_flops: of one block on all ranks' tokens in a step. Between 0 and 1; None without a peak, or where not
-    all parameters train."""
+def hfu_of(steps: Sequence[Step], model: TrainedModel, latency_s: float, peak_tflops: float | None) -> float | None:
+    """Hardware FLOPs utilization, between 0 and 1, of steps that take so long in the mean. Attention's FLOPs count in
+    full, whatever gamma the plans have. None without a peak, that of a rank's device, or where not all parameters
+    train."""
     if peak_tflops is None or model.mode != "training":
         return None
-    return model.token_passes * forward_flops * model.num_blocks / (latency_s * num_ranks * peak_tflops * 1e12)
+    of_block = 0
+    for plan in (plan for step in steps for plan in step.plans):
+        lens = [length for of_rank in plan.seq_lens for length in of_rank]
+        pairs = plan.attention_pairs or [length**2 for length in lens]
+        of_block += 24 * sum(lens) * plan.d_model**2 + 4 * sum(pairs) * plan.d_model
+    flops = model.token_passes * model.num_blocks * of_block / len(steps)
+    return flops / (latency_s * steps[0].plans[0].num_ranks * peak_tflops * 1e12)
 
 
 def number_or_none(value: float) -> float | None:

@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> None:
         _print_made(plan, took)
     if points:
         _print_points(points, args.steps)
-    show(cost_args.assumed(args, planning, cost_args.limit_of(args), args.plan))
+    show(cost_args.assumed(args, planning))
 
 
 # What is planned with, the plan, predicted points, and how the plan was made: '' where it is one of several.

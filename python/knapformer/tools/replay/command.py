@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> None:
         ),
         "Corr. and spread: of ranks' measured seconds with their planned work (- where that is even), and per FLOP."
         + noise_text,
-        cost_args.assumed(args, planning, cost_args.limit_of(args)),
+        cost_args.assumed(args, planning),
     )
 
 
