@@ -65,7 +65,7 @@ def test_plan_of_a_whole_step_is_drawn(capsys: pytest.CaptureFixture[str], tmp_p
     step, shown = Plan.from_json(path.read_text()), page.read_text()
     step_s = [predict_step(of).total_s for of in step.plans]
     longest = step_s.index(max(step_s))
-    assert f"of 3 micro-batches, number {longest} in detail" in shown
+    assert f"of 3 micro-batches, number {longest} in detail" in shown and "knapformer: 32 ranks, g8n4" in shown
     assert f"{sum(step_s):.3g} s</b>" in shown
     # So it is from the file.
     page.unlink()

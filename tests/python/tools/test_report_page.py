@@ -191,17 +191,6 @@ def test_alternatives_alike_are_one(tmp_path):
     assert len(names) == 7
 
 
-def test_the_command_reports_plans_and_mixes(tmp_path, capsys):
-    plan = _plan(8)
-    (tmp_path / "plan.json").write_text(plan.to_json())
-    target = tmp_path / "a.html"
-    assert main(["plan", "--from", str(tmp_path / "plan.json"), "--report", str(target)]) == 0
-    assert "knapformer: 8 ranks, g4/2/1n2" in target.read_text()
-    other = tmp_path / "b.html"
-    assert main(["plan", "--data", "joint", "--topology", "g8n4", "--report", str(other)]) == 0
-    assert "knapformer: 32 ranks, g8n4" in other.read_text()
-
-
 def test_text_in_titles_is_escaped(tmp_path):
     target = tmp_path / "a.html"
     from knapformer.tools.report import charts

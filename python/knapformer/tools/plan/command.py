@@ -38,8 +38,7 @@ _KEYS = {"ranks": "num_ranks:,", "topology": "topology:"}
 _POINT = {
     "step s": "total_s:.3f", "speed-up": "speed_up:.2f", "compute": "compute_s:.3f", "exchange": "exchange_s:.3f",
     "rest": "rest_s:.3f", "efficiency": "efficiency:.1%", "HFU": "hfu:.1%", "WIR": "wir:.2f:inf",
-    "M tok/s": "m_tokens_per_s:.3f", "peak": "max_tokens_per_rank:,.0f", "GB": "sent_gb:.2f",
-    "off node": "between_gb:.2f", "FSDP": "fsdp_gb:.1f", "plan ms": "plan_ms:,.2f",
+    "peak": "max_tokens_per_rank:,.0f", "GB": "sent_gb:",
 }  # fmt: skip
 # Options that a plan from a file has fixed already.
 _OF_PLANNING = (
@@ -256,7 +255,7 @@ def _print_points(points: Sequence[Mapping[str, Any]], num_steps: int) -> None:
         f"Predicted seconds of a step{mean}: forward and backward pass (docs/cluster_model.md). Efficiency: the work "
         "alone over all of the step. HFU (hardware FLOPs utilization): FLOPs computed, recomputed ones too, over the "
         "device's peak. WIR (workload imbalance ratio): highest over lowest work of a rank. Peak: tokens of the "
-        "fullest rank. GB, FSDP: gigabytes that a rank sends in a step; off node: of GB. Plan ms: on this machine."
+        "fullest rank. GB: that a rank sends in a step, in its node / to others, without FSDP's."
     )
     table = table_of(
         (cells_of(row, _KEYS | _POINT) for row in rows), left="topology", keys=tuple(_KEYS), caption=caption
@@ -270,15 +269,12 @@ def _print_points(points: Sequence[Mapping[str, Any]], num_steps: int) -> None:
 def _row_of(point: Mapping[str, Any], unbalanced_s: float) -> dict[str, Any]:
     # The row of steps planned whole stands below that of their topology.
     is_whole, gb_of_all_ranks = point["topology"].startswith(PLANNED_STEP), point["num_ranks"] * 1e9
+    sent, between = (point[f"route_bytes{of}"] + point[f"attention_bytes{of}"] for of in ("", "_between_nodes"))
     return {
         **point,
         "topology": f"  {PLANNED_STEP}" if is_whole else point["topology"],
         "speed_up": unbalanced_s / point["total_s"],
         "compute_s": point["token_s"] + point["attention_s"],
         "rest_s": point["route_s"] + point["fsdp_s"] + point["host_s"] + point["fixed_s"],
-        "m_tokens_per_s": point["tokens_per_s"] / 1e6,
-        "sent_gb": (point["route_bytes"] + point["attention_bytes"]) / gb_of_all_ranks,
-        "between_gb": (point["route_bytes_between_nodes"] + point["attention_bytes_between_nodes"]) / gb_of_all_ranks,
-        "fsdp_gb": point["fsdp_bytes"] / gb_of_all_ranks,
-        "plan_ms": point["plan_s"] * 1e3,
+        "sent_gb": f"{(sent - between) / gb_of_all_ranks:.2f}/{between / gb_of_all_ranks:.2f}",
     }
