@@ -105,12 +105,6 @@ class StepSolver {
       if (tried[i].time_s < best.time_s) best = tried[i];
     }
     if (best.time_s == kInfinity) return;
-    // The more sequences there are, the better the last ones fill what is left.
-    for (Levels closer = best; is_sampled; best = closer) {
-      closer.margin_s /= 2;
-      closer.time_s = packed_s(input_, packer.pack(closer));
-      if (closer.time_s >= best.time_s) break;
-    }
     Packing packing = packer.pack(best);
     if (!is_low && best.time_s > levels_time_s(input_, best.levels_s) * Effort::kGoodEnough) {
       // Annealing finds its way better from what shares the least.
