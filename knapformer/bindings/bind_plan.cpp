@@ -8,8 +8,8 @@
 #include "knapformer/bindings/core_bindings.h"
 #include "knapformer/core/cost/accumulation.h"
 #include "knapformer/core/cost/bounds.h"
-#include "knapformer/core/plan/step_plan.h"
 #include "knapformer/core/plan/plan_json.h"
+#include "knapformer/core/plan/step_plan.h"
 #include "knapformer/core/planners/whole_step/fill_ranks.h"
 #include "knapformer/core/util/error.h"
 
@@ -334,8 +334,7 @@ void bind_plan(py::module_& m) {
            "Checks every promise of a plan; raises StateError with the first one broken.")
       .def("to_json", &to_json, "The plan as text, to be read by from_json.")
       .def_static(
-          "from_json", [](const py::object& json) { return plan_from_json(text_from(json, "json")); },
-          py::arg("json"),
+          "from_json", [](const py::object& json) { return plan_from_json(text_from(json, "json")); }, py::arg("json"),
           "The plan that to_json wrote. Raises ArgumentError where the text holds no plan, or no valid one.")
       .def(py::self == py::self)
       .def(py::pickle([](const StepPlan& p) { return py::str(to_json(p)); },
