@@ -33,9 +33,10 @@ from matplotlib import pyplot as plt  # noqa: E402
 
 RUNS = ROOT / "build" / "training_run"
 PICTURES = ROOT / "docs" / "pictures"
-NUM_STEPS, NUM_STEPS_FP64, KILLED_AFTER = 160, 40, 105
-NUM_STEPS_PICTURES = 500
+NUM_STEPS, NUM_STEPS_FP64, KILLED_AFTER = 400, 40, 105
+NUM_STEPS_PICTURES, NUM_STEPS_KILLED = 500, 160
 NUM_STEPS_SAMPLER = 40
+VALIDATED = ("--validate-every", "20")
 IN_MODEL = ("--balancer", "g2/1n1", "--micro-batches", "1", "--batch-size", "6")
 PICTURE_OPTIONS = ("--resolutions", "32,48,64", "--batch-size", "12", "--time-shift", "3", "--checkpoint-every", "250")
 NUM_WARMUP = 5  # steps that no time is taken of
@@ -45,7 +46,7 @@ Log = list[dict[str, Any]]
 
 def run_all() -> None:
     for name, options in (
-        ("compare", (*IN_MODEL, "--compare", "--steps", str(NUM_STEPS), "--no-samples")),
+        ("compare", (*IN_MODEL, "--compare", "--steps", str(NUM_STEPS), "--no-samples", *VALIDATED)),
         ("pictures", (*IN_MODEL, "--steps", str(NUM_STEPS_PICTURES), *PICTURE_OPTIONS)),
         (
             "compare_fp64",
@@ -59,7 +60,7 @@ def run_all() -> None:
     killed = RUNS / "killed"
     if not (killed / "done").exists():
         shutil.rmtree(killed, ignore_errors=True)
-        options = (*IN_MODEL, "--steps", str(NUM_STEPS), "--no-samples")
+        options = (*IN_MODEL, "--steps", str(NUM_STEPS_KILLED), "--no-samples")
         kill_after(start(killed, *options), killed, KILLED_AFTER, timeout_s=3600)
         shutil.copy(killed / "log.jsonl", killed / "before.jsonl")
         finish(start(killed, *options, "--resume"))
@@ -72,6 +73,10 @@ def read(path: Path) -> Log:
 
 def losses(log: Log, name: str) -> list[float]:
     return [entry[name]["loss"] for entry in log]
+
+
+def validation_losses(log: Log, name: str) -> dict[int, float]:
+    return {entry["step"]: of["validation_loss"] for entry in log if "validation_loss" in (of := entry[name])}
 
 
 def differences(a: list[float], b: list[float]) -> list[float]:
@@ -102,12 +107,15 @@ def results(log: Log, log_fp64: Log, sampler: Log, before: Log, resumed: Log) ->
     return {
         "loss_of_first_and_last_20_steps": [statistics.mean(plain[:20]), statistics.mean(plain[-20:])],
         "largest_relative_difference_fp32": max(differences(balanced, plain)),
+        "validation_loss": {name: validation_losses(log, name) for name in ("not balanced", "balanced")},
         "largest_relative_difference_fp64": max(
             differences(losses(log_fp64, "balanced"), losses(log_fp64, "not balanced"))
         ),
         "killed_after_steps": len(before),
         "resumed_from_step": first_resumed,
-        "largest_relative_difference_of_resumed": max(differences(losses(resumed, "balanced"), balanced)),
+        "largest_relative_difference_of_resumed": max(
+            differences(losses(resumed, "balanced"), balanced[: len(resumed)])
+        ),
         "mean_wir_before": statistics.mean(wirs(log, "not balanced")),
         "mean_wir_after": statistics.mean(wirs(log, "balanced")),
         "sampler": {
@@ -144,6 +152,8 @@ def draw(log: Log, log_fp64: Log, resumed: Log, figures: dict[str, Any], path: P
         linestyle=(0, (2, 3)),
         label=f"balanced, killed in step {figures['killed_after_steps']}, resumed from {from_step}",
     )
+    held_out = validation_losses(log, "balanced")
+    top.plot(held_out.keys(), held_out.values(), "o", color="tab:red", markersize=4, label="balanced, held-out samples")
     top.set_ylabel("loss (mean of 10 steps; grey: each)")
     top.set_ylim(bottom=0)
     top.legend(frameon=False)

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from picture_training import checkpoints
-from picture_training.pictures import PictureBatch, PictureData, PictureSamples, load_pictures, pack
+from picture_training.pictures import PictureBatch, PictureData, PictureSamples, draw_sample, load_pictures, pack
 from picture_training.samples import save_samples
 from picture_training.training import TrainingOptions, TrainingRun
 from rich.console import Console
@@ -66,6 +66,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--precision", choices=("fp32", "bf16", "fp64"), default="fp32")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoint-every", type=int, default=50, metavar="STEPS")
+    parser.add_argument("--validate-every", type=int, default=50, metavar="STEPS", help="on samples of another seed")
     parser.add_argument("--resume", action="store_true", help="from the newest checkpoint in --out")
     parser.add_argument("--compare", action="store_true", help="train without and with the balancer, in turns")
     parser.add_argument("--no-samples", action="store_true")
@@ -131,6 +132,8 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
 
     data = PictureData(pictures, arguments.resolutions, arguments.seed, arguments.time_shift)
     samples = PictureSamples(data, arguments.steps * options.batch_size)
+    held_out = PictureData(pictures, arguments.resolutions, arguments.seed + 1, arguments.time_shift)
+    validation = pack([draw_sample(held_out, i) for i in range(rank, 24, dist.get_world_size())], options.dtype)
     batches = {name: _batches(arguments, samples, options, first_step, device, name, balancer) for name in runs}
     with Log(arguments.out / "log.jsonl", first_step, arguments.steps, enabled=rank == 0) as log:
         for step in range(first_step, arguments.steps):
@@ -138,6 +141,8 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
             # In turns: what disturbs the machine for a while disturbs both.
             for name in sorted(runs, reverse=step % 2 == 1):
                 entry[name] = timed_step(runs[name], islice(batches[name], arguments.micro_batches), arguments.gamma)
+                if (step + 1) % arguments.validate_every == 0:
+                    entry[name]["validation_loss"] = runs[name].validation_loss(validation)
             log.write(entry)
             if main_run.num_steps_done % arguments.checkpoint_every == 0 and not arguments.compare:
                 checkpoints.save(main_run, arguments.out)

@@ -109,13 +109,21 @@ class TrainingRun(Stateful):
 
     def accumulate(self, batch: PictureBatch) -> None:
         """Forward and backward of a micro-batch. Where there is a balancer, it holds the micro-batch's plan."""
-        batch = on_device(batch, self.device)
-        predictions = self.model(batch.samples, planned=self.balancer is not None)
-        velocity = torch.cat([batch.target[:0], *(prediction[0] for prediction in predictions)])
-        per_token = (velocity.to(batch.target.dtype) - batch.target).square().mean(1)
-        loss = sample_mean(per_token, batch.lens, total=self.options.batch_size) + predictions.zero
+        loss = self._loss_of(batch, self.balancer is not None, self.options.batch_size)
         loss.backward()
         self._loss = self._loss + loss.detach()
+
+    @torch.no_grad()
+    def validation_loss(self, batch: PictureBatch) -> float:
+        """The mean over the held-out samples of all ranks."""
+        return global_mean(self._loss_of(batch, False, None)).item()
+
+    def _loss_of(self, batch: PictureBatch, planned: bool, total: int | None) -> Tensor:
+        batch = on_device(batch, self.device)
+        predictions = self.model(batch.samples, planned=planned)
+        velocity = torch.cat([batch.target[:0], *(prediction[0] for prediction in predictions)])
+        per_token = (velocity.to(batch.target.dtype) - batch.target).square().mean(1)
+        return sample_mean(per_token, batch.lens, total=total) + predictions.zero
 
     def finish_step(self) -> tuple[float, float]:
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)

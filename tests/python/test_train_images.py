@@ -27,7 +27,7 @@ from picture_training.training import TrainingOptions, TrainingRun  # noqa: E402
 
 NUM_STEPS = 6
 SMALL = ("--steps", str(NUM_STEPS), "--batch-size", "8", "--micro-batches", "2", "--resolutions", "8,16,32",
-         "--precision", "fp64", "--checkpoint-every", "3")  # fmt: skip
+         "--precision", "fp64", "--checkpoint-every", "3", "--validate-every", "3")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +78,8 @@ def check_same(log: list[dict[str, Any]], loss: float, gradient: float) -> None:
         balanced, plain = entry["balanced"], entry["not balanced"]
         assert balanced["loss"] == pytest.approx(plain["loss"], rel=loss)
         assert balanced["gradient_norm"] == pytest.approx(plain["gradient_norm"], rel=gradient)
+        if entry["step"] % 3 == 2:
+            assert balanced["validation_loss"] == pytest.approx(plain["validation_loss"], rel=loss)
         assert sum(map(sum, balanced["tokens"])) == sum(map(sum, plain["tokens"]))
         assert len(balanced["work"]) == len(plain["work"]) == 2, "micro-batches"
 
