@@ -71,15 +71,18 @@ def test_latency_and_rate_of_an_exchange_are_recovered() -> None:
     exact = fit_exchange(sizes, [20e-6 + n / 5e9 for n in sizes], 8)
     assert (exact.latency_s, exact.bytes_per_s) == (pytest.approx(20e-6), pytest.approx(5e9))
     assert exact.num_ranks == 8 and exact.relative_rms_error < 1e-9
-    # Small sizes count as much as large ones: numpy's least squares of the relative errors agrees.
+    # numpy's least squares agrees, with sizes weighted by their times.
     np = pytest.importorskip("numpy")
     generator = random.Random(2)
     times = [(20e-6 + n / 5e9) * generator.uniform(0.8, 1.2) for n in sizes]
-    rows = np.array([[1 / t, n / t] for n, t in zip(sizes, times, strict=True)])
-    (latency_s, seconds_per_byte), *_ = np.linalg.lstsq(rows * [1e-5, 1e-9], np.ones(5), rcond=None)
+    rows = np.array([[t**-0.5, n * t**-0.5] for n, t in zip(sizes, times, strict=True)])
+    (latency_s, seconds_per_byte), *_ = np.linalg.lstsq(rows * [1e-5, 1e-9], np.sqrt(times), rcond=None)
     got = fit_exchange(sizes, times, 8)
     assert got.latency_s == pytest.approx(latency_s * 1e-5) and got.bytes_per_s == pytest.approx(1e9 / seconds_per_byte)
     assert got.relative_rms_error > 0.01
+    # Small messages of two hosts, some of which a link's bucket let through at once, do not hide its rate.
+    times = [1.43e-3, 1.34e-3, 0.55e-3, 6.4e-3, 32.7e-3]
+    assert fit_exchange([7680, 32256, 130560, 523776, 2096640], times, 2).bytes_per_s < 80e6
     # A latency below nothing is none, and the rate is fitted anew.
     assert fit_exchange([1e6, 1e7], [0.0001, 0.0015], 2).latency_s == 0
     with pytest.raises(kf.StateError, match="do not grow"):

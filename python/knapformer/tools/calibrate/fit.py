@@ -50,14 +50,18 @@ def error_warnings(what: str, relative_rms_error: float, at_most: float = MAX_ER
 
 
 def fit_exchange(num_bytes: Sequence[float], seconds: Sequence[float], num_ranks: int) -> ExchangeCost:
-    """latency_s and bytes_per_s by least squares of relative errors: sizes span orders of magnitude.
+    """latency_s and bytes_per_s by least squares, each size weighted by its time: sizes span orders of magnitude, and
+    with equal relative errors the noise of the smallest would decide about the rate.
 
     num_bytes: sent by a rank in one all-to-all. Raises StateError where the times do not grow with the bytes.
     """
-    # s = a + b n, each row divided by s: minimises sum (a / s + b n / s - 1)^2.
+    # s = a + b n: minimises sum s (a / s + b n / s - 1)^2.
     rows = [(1 / s, n / s) for n, s in zip(num_bytes, seconds, strict=True)]
-    uu, uv, vv = (math.fsum(terms) for terms in zip(*((u * u, u * v, v * v) for u, v in rows), strict=True))
-    ut, vt = (math.fsum(column) for column in zip(*rows, strict=True))
+    weighted = list(zip(rows, seconds, strict=True))
+    uu, uv, vv = (
+        math.fsum(of) for of in zip(*((s * u * u, s * u * v, s * v * v) for (u, v), s in weighted), strict=True)
+    )
+    ut, vt = len(rows), math.fsum(num_bytes)
     det = uu * vv - uv * uv
     latency_s = max(0.0, (ut * vv - vt * uv) / det) if det > 0 else 0.0
     seconds_per_byte = (vt - latency_s * uv) / vv
