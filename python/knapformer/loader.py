@@ -110,8 +110,8 @@ class _Loader(Generic[Item]):
         lens = self._seq_lens(batch)
         lens = lens if isinstance(lens, Tensor) else list(lens)  # an iterator can be read once
         if self._record is not None:
-            masks = self._said.get("masks")
-            self._record(lens, None if masks is None else masks(batch))
+            of_samples = [masks(batch)] if (masks := self._said.get("masks")) is not None else []
+            self._record(lens, *of_samples)
         return lens
 
     def state_dict(self) -> dict[str, Any]:

@@ -46,7 +46,8 @@ def check_trained(outcomes: list[tuple[dict[str, Tensor], list[str]]], expected:
 
 
 def test_accelerate_trains_as_one_process(tmp_path: Path, expected: Tensor) -> None:
-    outcomes = run_ranks(accelerated, 2, tmp_path, blocks_of("Weighting losses", TRAINING)[1])
+    (block,) = blocks_of("Weighting losses", TRAINING)
+    outcomes = run_ranks(accelerated, 2, tmp_path, block)
     check_trained(outcomes, expected)
     for _, (unsaid,) in outcomes:
         assert unsaid.startswith(
