@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -29,6 +29,9 @@ from knapformer.adapters.backend import attend_by
 from knapformer.adapters.check import Size
 from knapformer.models import PackedAttention, set_checkpointing
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -423,12 +426,15 @@ SHARED_SIZES = [Size((1, rows, 6), 7) for rows in (40, 2, 3, 1, 4, 2, 3, 2)]
 
 
 def loaded_where_computed(rank: int, world_size: int) -> tuple[torch.Tensor, dict[str, torch.Tensor], int]:
-    """The loss and the gradients of an epoch of one step, and how many samples were shared. Then a sampler of lengths
-    that leave the text out."""
+    """Under FSDP2: the loss and the gradients of an epoch of one step, and how many samples were shared. Then a sampler
+    of lengths that leave the text out."""
     lengths = [size.visual_tokens + size.text_tokens for size in SHARED_SIZES]
     cost = knapformer.Cost(d_model=48, cluster=CLUSTER)
     balancer = SequenceBalancer("g2/1n1", cost)
-    model = knapformer.balance(CASE.make(), balancer)
+    model: Any = knapformer.balance(CASE.make(), balancer)
+    mesh = init_device_mesh("cpu", (world_size,))
+    for module in (*model.transformer_blocks, *model.single_transformer_blocks, model):
+        fully_shard(module, mesh=mesh)
 
     def lists(lengths: list[int]) -> Iterator[tuple[list[Sample], knapformer.Plan]]:
         sampler = knapformer.BalancedBatchSampler(lengths, cost, batch_size=2, micro_batches=2, topology="g2/1n1")
@@ -441,13 +447,11 @@ def loaded_where_computed(rank: int, world_size: int) -> tuple[torch.Tensor, dic
         predictions = model(samples, placed=True)
         losses = [sample_loss(*each) for each in zip(predictions, samples, predictions.own, strict=True)]
         loss = torch.stack([predictions.zero, *losses]).sum()
-        loss.backward()
+        (loss * world_size).backward()  # FSDP takes the mean over ranks
         epoch_loss += loss.detach()
         num_shared += sum(degree > 1 for degree in plan.degree_of_sequence)
     dist.all_reduce(epoch_loss)
-    grads = gradients(model)
-    for grad in grads.values():
-        dist.all_reduce(grad)
+    grads = {name: cast(DTensor, gradient).full_tensor() for name, gradient in gradients(model).items()}
     with pytest.raises(
         (knapformer.ArgumentError, knapformer.StateError),
         match=r"seq_lens: got \[.*\], expected .* in part \(placed=True\)",
