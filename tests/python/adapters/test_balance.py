@@ -30,10 +30,8 @@ from knapformer.adapters.check import Size
 from knapformer.models import PackedAttention, set_checkpointing
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 import knapformer
 from knapformer import SequenceBalancer
