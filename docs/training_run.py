@@ -1,4 +1,4 @@
-"""Makes the figures of docs/training_run.md: about a quarter of an hour on two idle cores.
+"""Makes the figures of docs/training_run.md: about twenty minutes on two idle cores.
 
     python docs/training_run.py            runs what is missing in build/training_run, then writes the pictures
     python docs/training_run.py --again    runs everything anew
