@@ -22,6 +22,7 @@ from knapformer.models.attention import PackedAttention
 from knapformer.models.packing import Segments, lengths_list
 
 if TYPE_CHECKING:
+    from knapformer import Plan
     from knapformer._torch import Step
     from knapformer.balancer import SequenceBalancer
 
@@ -34,10 +35,10 @@ class PackedStep:
 
     seq_lens: tokens of each of this rank's sequences. d_model: width of the blocks, in features. mask: see
     PackedAttention; where the balancer has planned another one, `attention` raises ArgumentError. planned: the balancer
-    holds the plan of these sequences already, as in a loop over a BalancedLoader. placed: it
-    holds the plan of sequences that lie where they are computed, each on all ranks that share it, as a
-    BalancedBatchSampler with bags deals them. `enter` then takes the rows that this rank computes, and `leave` puts
-    them back among rows of zeros: nothing travels.
+    holds the plan of these sequences already, as in a loop over a BalancedLoader. placed: it holds the plan of
+    sequences that lie where they are computed, each on all ranks that share it, as a BalancedBatchSampler with bags
+    deals them. `enter` then takes the rows that this rank computes, and `leave` puts them back among rows of zeros:
+    nothing travels.
     """
 
     def __init__(
@@ -61,25 +62,28 @@ class PackedStep:
         if not (planned or placed):
             balancer.plan_routing(self._seq_lens, d_model)
         self._step = balancer.current
-        of_plan, chunks = self._step.seq_lens.tolist(), []
-        told = (
-            "this rank's own samples; those that a sampler's or a loader's plan has placed are computed without a "
-            "balancer in the model, or with placed=True"
-        )
         if placed:
-            lens = list(itertools.chain(*self._step.plan.seq_lens))
-            chunks = [(lens[i], begin, end) for i, begin, end in self._step.plan.chunks_on(balancer.rank)]
-            of_plan = [length for length, _, _ in chunks]
+            of_plan = self._take_own(self._step.plan, balancer.rank)
             told = "the samples that this rank computes, whole or in part (placed=True)"
+        else:
+            of_plan = self._step.seq_lens.tolist()
+            told = (
+                "this rank's own samples; those that a sampler's or a loader's plan has placed are computed without a "
+                "balancer in the model, or with placed=True"
+            )
         if of_plan != self._seq_lens:
             error = f"seq_lens: got {self._seq_lens}, expected {of_plan}, as the balancer has planned for {told}"
             balancer.report(error)
             raise ArgumentError(error)
-        if placed:
-            counts = [(begin, end - begin, length - end) for length, begin, end in chunks]
-            flags = torch.tensor([False, True, False]).repeat(len(chunks))
-            self._own = flags.repeat_interleave(torch.tensor(counts, dtype=torch.int64).reshape(-1))
-            self.chunk_lens = [end - begin for _, begin, end in chunks]
+
+    def _take_own(self, plan: Plan, rank: int) -> list[int]:
+        """The lengths of the whole sequences of this rank's chunks, of which it computes these tokens alone."""
+        lens, chunks = list(itertools.chain(*plan.seq_lens)), plan.chunks_on(rank)
+        counts = [(begin, end - begin, lens[i] - end) for i, begin, end in chunks]
+        flags = torch.tensor([False, True, False]).repeat(len(chunks))
+        self._own = flags.repeat_interleave(torch.tensor(counts, dtype=torch.int64).reshape(-1))
+        self.chunk_lens = [count for _, count, _ in counts]
+        return [lens[i] for i, _, _ in chunks]
 
     def enter(
         self, x: Tensor, features: Sequence[Tensor], sequence_features: Sequence[Tensor]

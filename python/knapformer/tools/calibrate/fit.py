@@ -55,20 +55,17 @@ def fit_exchange(num_bytes: Sequence[float], seconds: Sequence[float], num_ranks
 
     num_bytes: sent by a rank in one all-to-all. Raises StateError where the times do not grow with the bytes.
     """
-    # s = a + b n: minimises sum s (a / s + b n / s - 1)^2.
-    rows = [(1 / s, n / s) for n, s in zip(num_bytes, seconds, strict=True)]
-    weighted = list(zip(rows, seconds, strict=True))
-    uu, uv, vv = (
-        math.fsum(of) for of in zip(*((s * u * u, s * u * v, s * v * v) for (u, v), s in weighted), strict=True)
-    )
-    ut, vt = len(rows), math.fsum(num_bytes)
+    # s = a + b n: minimises sum (a + b n - s)^2 / s.
+    pairs = list(zip(num_bytes, seconds, strict=True))
+    uu, uv, vv = (math.fsum(n**power / s for n, s in pairs) for power in range(3))
+    ut, vt = len(pairs), math.fsum(num_bytes)
     det = uu * vv - uv * uv
     latency_s = max(0.0, (ut * vv - vt * uv) / det) if det > 0 else 0.0
     seconds_per_byte = (vt - latency_s * uv) / vv
     if not seconds_per_byte > 0:
         raise StateError("all-to-all: its times do not grow with the bytes; measure on an idle machine")
-    squares = math.fsum((latency_s * u + seconds_per_byte * v - 1) ** 2 for u, v in rows)
-    return ExchangeCost(num_ranks, latency_s, 1 / seconds_per_byte, math.sqrt(squares / len(rows)))
+    squares = math.fsum(((latency_s + seconds_per_byte * n) / s - 1) ** 2 for n, s in pairs)
+    return ExchangeCost(num_ranks, latency_s, 1 / seconds_per_byte, math.sqrt(squares / len(pairs)))
 
 
 def fit_fixed(predicted_s: Sequence[float], measured_s: Sequence[float], num_ranks: int) -> FixedCost:
