@@ -24,7 +24,7 @@ ROOMS = [
     "python/knapformer/masked", "python/knapformer/models/packing", "python/knapformer/models/stages",
     "python/knapformer/models/attention",  # the kernel of a balancer that is given none
     "python/knapformer", "python/knapformer/models", "python/knapformer/adapters", "python/knapformer/tools",
-    "python/knapformer/tools/measure", "python/knapformer/tools/report", "python/knapformer/tools/calibrate",
+    "python/knapformer/tools/measure", "python/knapformer/tools/calibrate",
     "python/knapformer/tools/doctor", "python/knapformer/tools/plan", "python/knapformer/tools/simulate",
     "python/knapformer/tools/replay", "python/knapformer/tools/cli", "python/knapformer/__main__",
 ]  # fmt: skip

@@ -15,8 +15,8 @@ IN_ORDER = {
     PACKAGE + "__main__.py": "from knapformer.tools.cli import main\n",
     PACKAGE + "models/step.py": "from knapformer import Plan, _core\n",
     PACKAGE + "tools/cli.py": "from knapformer.tools import plan\n",
-    PACKAGE + "tools/plan.py": "from knapformer.tools.report.page import page\n",
-    PACKAGE + "tools/report/page.py": "from knapformer.tools.cli_args import counts\n",
+    PACKAGE + "tools/plan.py": "from knapformer.tools.measure.steps import step\n",
+    PACKAGE + "tools/measure/steps.py": "from knapformer.tools.cli_args import counts\n",
 }
 
 
@@ -44,7 +44,11 @@ def test_passes_what_is_in_order(tmp_path: Path) -> None:
         ),
         (TORCH + "a.cpp", "\n#include <torch/extension.h>\n", "2: knapformer/torch must not know <torch/extension.h>"),
         (PACKAGE + "a.py", "\nimport knapformer.models.step\n", "2: python/knapformer may not include"),
-        (PACKAGE + "tools/a.py", "def f():\n    from knapformer.tools.report import page\n", "2: python/knapformer/to"),
+        (
+            PACKAGE + "tools/a.py",
+            "def f():\n    from knapformer.tools.measure import step\n",
+            "2: python/knapformer/to",
+        ),
         (PACKAGE + "models/a.py", "from knapformer.tools import plan\n", "1: python/knapformer/models may not include"),
     ],
 )

@@ -49,31 +49,25 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
-    if sys.stderr is None:  # closed; print would take standard output in its place
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     given = sys.argv[1:] if argv is None else list(argv)
     try:
         args = _parser().parse_args(given)
     except SystemExit as asked:  # argparse raises it for wrong arguments, --help and --version
         return int(asked.code or 0)
-    if sys.stdout is None:
-        return _complain(args.command, "standard output: got a closed one, expected one that is open", 2)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a file's name may not be valid text
     try:
         args.argv = given  # for ranks, which run the command again
         check_outputs(args)
         status = args.run(args)
-        sys.stdout.flush()
+        print(end="", flush=True)
     except OutputError as error:
         return _complain(args.command, f"{error.filename}: {error.strerror}", 1)
     except OSError as error:
         if error.filename is not None:  # a file could not be read
             return _complain(args.command, f"{error.filename}: {error.strerror}", 2)
-        try:
-            sys.stdout.flush()
-        except OSError:  # what was not printed is dropped: the interpreter would try again at its end
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # What was not printed is dropped: the interpreter would try again at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):  # the reader of a pipe has seen enough
             return 1
         return _complain(args.command, error.strerror or error, 1)

@@ -21,7 +21,6 @@ _NAMES = {
     "width": ("width", "w", "img_width", "image_width", "video_width"),
     "height": ("height", "h", "img_height", "image_height", "video_height"),
     "size": ("resolution", "img_size", "image_size", "train_resolution", "target_size"),  # 832x480 or [832, 480]
-    "shape": ("shape", "img_shape", "image_shape", "video_shape"),  # of an array: (frames, height, width, channels)
     "frames": ("frames", "num_frames", "n_frames", "nframes", "nb_frames", "frame_count", "bucket_frames"),
     "fps": ("fps", "framerate", "frame_rate"),
     "duration": ("duration", "duration_s", "seconds", "video_duration"),
@@ -32,7 +31,7 @@ MEANINGS = tuple(_NAMES)
 _MEANING_OF = {name: meaning for meaning, names in _NAMES.items() for name in names}
 # What a trainer made of a sample for its model; other columns of the same meaning are of the file it was made from.
 _TRAINED = ("train_resolution", "target_size", "bucket_frames")
-_SIZES = (("width", "height"), ("size",), ("shape",))
+_SIZES = (("width", "height"), ("size",))
 
 
 class MaskedLength(int):
@@ -82,28 +81,24 @@ class Columns:
             )
         if "length" not in found and preset is None:
             raise ValueError(f"columns: got {_quoted(found.values())}, expected a column of lengths in tokens")
-        self._preset = preset
-        self._num_names = len(names)
-        self._found = found
-        self._at = {meaning: list(names).index(name) for meaning, name in found.items()}
+        unused = found.keys() - {"length", "mask"} if "length" in found else set[str]()
+        unused |= {"fps", "duration"} if "frames" in found else set()
+        unused |= {"text"} if preset is not None and preset.text_beside else set()
+        self._preset, self._num_names = preset, len(names)
+        self._at = {of: list(names).index(name) for of, name in found.items() if of not in unused}
+        self._found = {of: name for of, name in found.items() if of not in unused}
         self._last = max(self._at.values())
 
     def description(self) -> str:
         """Which columns are read as what, and what is assumed for want of a column."""
-        found = dict(self._found)
-        masks = f", its mask from {found['mask']!r}" if "mask" in found else ""
-        if "length" in found:
-            return f"tokens of a sample from {found['length']!r}{masks}"
-        if "frames" not in found and "fps" in found:
-            found["frames"] = f"{found['fps']} x {found['duration']}"
-        used = [f"{of} from {found[of]!r}" for of in ("width", "height", "size", "shape", "frames") if of in found]
-        assert self._preset is not None
-        if self._preset.is_video and not found.keys() & {"frames", "shape"}:
-            used.append("every sample a picture of one frame, as no column holds frames")
-        if not self._preset.text_beside:
-            text = f"tokens of captions from {found['text']!r}" if "text" in found else "captions left out"
-            used.append(text if "text" in found else f"{text}, as no column holds their tokens")
-        return ", ".join(used) + masks
+        found = self._found
+        said = [f"{'tokens' if of == 'length' else of} from {name!r}" for of, name in found.items()]
+        if "length" not in found and self._preset is not None:
+            if self._preset.is_video and not found.keys() & {"frames", "fps"}:
+                said.append("every sample a picture of one frame, as no column holds frames")
+            if not self._preset.text_beside and "text" not in found:
+                said.append("captions left out, as no column holds their tokens")
+        return ", ".join(said)
 
     def tokens(self, row: Sequence[Any]) -> int:
         """A MaskedLength where the row has a mask.
@@ -173,53 +168,34 @@ def _quoted(names: Any) -> str:
 
 def _size_of(value: Mapping[str, Any]) -> tuple[int, int, int]:
     """Width and height in pixels, and frames."""
-    of_shape: list[int] = []  # [frames] where a shape states them
-    if "shape" in value:
-        *of_shape, height, width = _shape(value["shape"])
-    elif "size" in value:
-        width, height = _numbers(value["size"], "size", (2,), "WIDTHxHEIGHT or [width, height]")
+    if "size" in value:
+        width, height = _size(value["size"])
     else:
         width, height = (integer(value[of], of, least=1) for of in ("width", "height"))
-    frames = of_shape[0] if of_shape else 1
-    if "frames" in value:
-        frames = integer(value["frames"], "frames", least=1)
-    elif "fps" in value:
-        frames = max(1, round(_positive(value["fps"], "fps") * _positive(value["duration"], "duration")))
-    if of_shape and of_shape != [frames]:
-        raise ValueError(f"got {frames} frames beside a shape of {of_shape[0]}")
-    return width, height, frames
+    if "fps" in value:
+        return width, height, max(1, round(_positive(value["fps"], "fps") * _positive(value["duration"], "duration")))
+    return width, height, integer(value.get("frames", 1), "frames", least=1)
 
 
-def _shape(value: Any) -> list[int]:
-    """Without channels."""
-    expected = "[height, width], with 3 channels and frames if any: [frames, height, width, 3]"
-    dims = _numbers(value, "shape", (2, 3, 4), expected)
-    if len(dims) > 2:
-        if dims.count(3) != 1:  # which of them are channels, and which frames?
-            raise ValueError(f"shape: got {value!r}, expected {expected}")
-        dims.remove(3)
-    return dims
-
-
-def _numbers(value: Any, what: str, counts: Sequence[int], expected: str) -> list[int]:
-    """The numbers of '832x480', '(832, 480)' or [832, 480]; not of '832,480', which may be one number."""
+def _size(value: Any) -> list[int]:
+    """Of '832x480', '(832, 480)' or [832, 480]; not of '832,480', which may be one number."""
     parts = value
     if isinstance(value, str):
         inner = re.fullmatch(r"\s*[(\[](.*)[)\]]\s*", value)
-        parts = re.split(r"[xX\u00d7*]", value) if inner is None else inner[1].split(",")
-    if not isinstance(parts, list | tuple) or len(parts) not in counts:
-        raise ValueError(f"{what}: got {value!r}, expected {expected}")
-    return [integer(part, what, least=1) for part in parts]
+        parts = re.split("[xX\u00d7]", value) if inner is None else inner[1].split(",")
+    if not isinstance(parts, list | tuple) or len(parts) != 2:
+        raise ValueError(f"size: got {value!r}, expected WIDTHxHEIGHT or [width, height]")
+    return [integer(part, "size", least=1) for part in parts]
 
 
 def integer(value: Any, what: str, least: int | None = None) -> int:
-    """Takes integers written as floats too, as pandas writes a column of integers with a missing cell, and '1,024'."""
-    number: float | int | None = value if type(value) is int else None
-    if number is None and not isinstance(value, bool):
-        with contextlib.suppress(TypeError, ValueError, OverflowError):
-            number = float(_plain(value))
-    if number is None or not (type(number) is int or float(number).is_integer()):
-        raise ValueError(f"{what}: got {value!r}, expected an integer")
+    """Takes integers written as floats too, as pandas writes a column of integers with a missing cell."""
+    number = value
+    if type(value) is not int:
+        with contextlib.suppress(TypeError, ValueError):
+            number = float(value)
+        if isinstance(value, bool) or not isinstance(number, float) or not number.is_integer():
+            raise ValueError(f"{what}: got {value!r}, expected an integer")
     if least is not None and number < least:
         raise ValueError(f"{what}: got {int(number)}, expected at least {least}")
     return int(number)
@@ -227,20 +203,9 @@ def integer(value: Any, what: str, least: int | None = None) -> int:
 
 def _positive(value: Any, what: str) -> float:
     with contextlib.suppress(TypeError, ValueError):
-        if math.isfinite(number := float(_plain(value))) and number > 0:
+        if math.isfinite(number := float(value)) and number > 0:
             return number
     raise ValueError(f"{what}: got {value!r}, expected a number above 0")
-
-
-def _plain(value: Any) -> Any:
-    """Without the separators of thousands."""
-    grouped = isinstance(value, str) and re.fullmatch(r"\s*[0-9]{1,3}(,[0-9]{3})+(\.[0-9]*)?\s*", value)
-    return value.replace(",", "") if grouped else value
-
-
-def is_value(cell: str) -> bool:
-    """Whether it is a number or a size, and so no name of a column."""
-    return re.fullmatch(r"[\s0-9.,xX\u00d7*()\[\]+-]*", cell) is not None and any(map(str.isdecimal, cell))
 
 
 def with_mask(tokens: int, mask: Any) -> int:

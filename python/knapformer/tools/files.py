@@ -1,4 +1,4 @@
-"""Where output goes: files, checked before the work starts and written whole or not at all; and the console."""
+"""Where output goes: files, which are checked before the work starts, and the console."""
 
 from __future__ import annotations
 
@@ -6,20 +6,16 @@ import argparse
 import importlib.util
 import json
 import os
-import shutil
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from rich.console import Console, Group
 from rich.table import Table
 
 from knapformer import ArgumentError
-from knapformer.interrupts import unwound
 
 TABLE_WIDTH = 80  # of a terminal, in columns of text
-_NEEDED = {"--report": ("plotly", "numpy")}
 
 
 class OutputError(OSError):
@@ -38,25 +34,17 @@ def check_outputs(args: argparse.Namespace) -> None:
             raise ArgumentError(f"{option}: got {path!r}, expected a file that may be written, in a folder that exists")
         if (other := options.setdefault(os.path.realpath(path) if path != "-" else path, option)) != option:
             raise ArgumentError(f"{option}: got {path!r}, expected another file than {other} writes")
-        check_packages(option)
-
-
-def check_packages(option: str) -> None:
-    """Raises ArgumentError where a package that an option needs is missing."""
-    missing = [name for name in _NEEDED.get(option, ()) if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ArgumentError(
-            f"{option}: needs {' and '.join(missing)}, which this environment lacks: pip install 'knapformer[report]'"
-        )
+        if option == "--report" and importlib.util.find_spec("plotly") is None:
+            raise ArgumentError(
+                "--report: needs plotly, which this environment lacks: pip install 'knapformer[report]'"
+            )
 
 
 def _may_be_written(path: str) -> bool:
+    if os.path.exists(path):
+        return not os.path.isdir(path) and os.access(path, os.W_OK)
     folder = os.path.dirname(os.path.realpath(path))
-    if os.path.exists(path) and not os.access(path, os.W_OK):
-        return False
-    is_other = os.path.exists(path) and not os.path.isfile(path)  # a device or a pipe
-    is_file = not path.endswith(os.sep) and os.path.isdir(folder) and os.access(folder, os.W_OK)
-    return not os.path.isdir(path) and (is_other or is_file)
+    return not path.endswith(os.sep) and os.path.isdir(folder) and os.access(folder, os.W_OK)
 
 
 def write_json(path: str | None, value: Any) -> None:
@@ -65,42 +53,16 @@ def write_json(path: str | None, value: Any) -> None:
 
 
 def write(path: str | None, text: str) -> None:
-    """To standard output for '-', nowhere for None. A reader of the file sees the old content or the new, never a part.
-    A link stays, and its target is replaced. A path that is no regular file (a device, a pipe), or that is this
-    process's standard output or error, is written into. Raises OutputError."""
-    if path is None:
-        return
-    if (stream := sys.stdout if path == "-" else _standard_stream(path)) is not None:
-        print(text, file=stream)
-        return
-    try:
-        if os.path.exists(path) and not os.path.isfile(path):
+    """To standard output for '-', nowhere for None. Raises OutputError."""
+    if path == "-":
+        print(text)
+    elif path is not None:
+        try:
             Path(path).write_text(f"{text}\n", encoding="utf-8")
-        else:
-            _replace(os.path.realpath(path), f"{text}\n")
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise OutputError(error.errno, error.strerror, path) from error
-
-
-def _standard_stream(path: str) -> TextIO | None:
-    """Standard output or error, where the path is that of the file it goes to."""
-    streams = {os.path.realpath("/dev/stderr"): sys.stderr, os.path.realpath("/dev/stdout"): sys.stdout}
-    return streams.get(os.path.realpath(path))
-
-
-@unwound()  # or the temporary file could stay
-def _replace(target: str, text: str) -> None:
-    """target: not a link. The file keeps its permissions."""
-    temporary = Path(f"{target}.{os.getpid()}")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        if os.path.exists(target):
-            shutil.copymode(target, temporary)
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise OutputError(error.errno, error.strerror, path) from error
 
 
 def cells_of(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, str]:

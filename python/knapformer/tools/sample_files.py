@@ -19,11 +19,10 @@ from typing import Any, TextIO
 from knapformer import ArgumentError
 from knapformer.json_file import parse_json
 from knapformer.lengths_log import read_log
-from knapformer.tools.columns import Columns, checked_tokens, has_masks, integer, is_value, known_columns, with_mask
+from knapformer.tools.columns import Columns, checked_tokens, has_masks, integer, known_columns, with_mask
 from knapformer.tools.presets import Preset
-from knapformer.tools.trainer_caches import cached_samples
 
-FORMATS = ("json", "jsonl", "ndjson", "txt", "csv", "tsv", "parquet", "npy")
+FORMATS = ("json", "jsonl", "ndjson", "txt", "csv", "tsv", "parquet")
 _BATCH_ROWS = 1 << 16
 
 
@@ -59,8 +58,8 @@ class Samples:
 def read_samples(
     path: str, preset: Preset | None, columns: Mapping[str, str] | None = None, may_be_empty: bool = False
 ) -> Samples:
-    """path: '-' for standard input (JSON, JSON lines or CSV, recognised by its beginning), a file, or a folder: a log
-    of knapformer.record, or a trainer's cache.
+    """path: '-' for standard input (JSON, JSON lines or CSV, recognised by its beginning), a file, or the folder of a
+    log of knapformer.record.
 
     preset: turns sizes into tokens; None where samples must have lengths. columns: names of the columns to read, by
     what they hold (columns.MEANINGS); none: those that are recognised. may_be_empty: of batches without samples.
@@ -85,8 +84,6 @@ def read_samples(
         for number, value in enumerate(rows, 1):
             samples.num_rows = number
             try:
-                if isinstance(value, ValueError):
-                    raise value
                 if names is not None:
                     samples.lengths.append(columns_of(names).tokens(value))
                 elif isinstance(value, dict):
@@ -162,15 +159,9 @@ _Rows = tuple[Iterator[Any], tuple[str, ...] | None]
 
 def _rows_of(path: str, columns: Mapping[str, str], stack: ExitStack) -> _Rows:
     """The rows, and the names of their values where each row has the same ones."""
-    if path != "-" and (folder := Path(path)).is_dir():
-        if any(folder.glob("rank-*-of-*.jsonl")):
-            return read_log(path), None
-        metadata = sorted(folder.glob("aspect_ratio_bucket_metadata*.json"))  # SimpleTuner's, of each data set
-        rows = [_rows_of(str(file), columns, stack)[0] for file in metadata]
-        return itertools.chain(*rows) if rows else cached_samples(folder), None
+    if path != "-" and Path(path).is_dir():
+        return read_log(path), None
     kind = Path(path).suffix.lower().lstrip(".")
-    if path == "-" and sys.stdin is None:
-        raise ArgumentError("LENGTHS: got '-', expected a standard input that is open")
     if path == "-" or (not kind and Path(path).exists()):
         text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8", errors="replace")
         text = text.removeprefix("\ufeff")
@@ -179,20 +170,16 @@ def _rows_of(path: str, columns: Mapping[str, str], stack: ExitStack) -> _Rows:
         raise ArgumentError(f"LENGTHS: got {path!r}, expected '-' or a file that ends in .{', .'.join(FORMATS)}")
     if kind == "parquet":
         return _parquet_rows(path, columns)
-    if kind == "npy":
-        return _npy_values(path), None
     return _text_rows(stack.enter_context(open(path, encoding="utf-8-sig", errors="replace", newline="")), path, kind)
 
 
 def _kind_of(text: str) -> str:
     """The format of a text without a name, by its beginning."""
-    first = text.lstrip().split("\n", 1)[0].rstrip()
-    is_line = _line_value(first) != first  # a line of JSON; a quoted text is a heading of CSV
-    if first.startswith("[") and (not is_line or len(text.strip()) == len(first)):
-        return "json"
-    if is_line and not first.startswith('"'):
-        return "jsonl"
-    return "json" if first.startswith(("[", "{")) else "csv"  # a list or object that goes on, or is not closed
+    if not text.lstrip().startswith(("[", "{")):
+        return "csv"
+    first, _, others = text.strip().partition("\n")
+    is_line = not isinstance(_line_value(first), str)
+    return "jsonl" if is_line and (others or first.startswith("{")) else "json"
 
 
 def _text_rows(file: TextIO, path: str, kind: str) -> _Rows:
@@ -212,7 +199,7 @@ def _text_rows(file: TextIO, path: str, kind: str) -> _Rows:
         return (_line_value(line) for line in file if line.strip()), None
     rows = _csv_rows(file, path, "\t" if kind == "tsv" else ",")
     names = tuple(next(rows, ["length"]))
-    if any(map(is_value, names)):
+    if any(name.strip().replace(".", "").isdecimal() for name in names):
         if len(names) > 1:
             raise ArgumentError(
                 f"LENGTHS: {path}: got no header: the first line is {','.join(names)!r}, expected the names of the "
@@ -256,22 +243,3 @@ def _parquet_rows(path: str, columns: Mapping[str, str]) -> _Rows:
     wanted = wanted or tuple(names)  # which an error names
     batches = file.iter_batches(_BATCH_ROWS, columns=wanted)
     return (row for batch in batches for row in zip(*(c.to_pylist() for c in batch.columns), strict=True)), wanted
-
-
-def _npy_values(path: str) -> Iterator[int]:
-    try:
-        import numpy
-    except ImportError:
-        raise ArgumentError("LENGTHS: NPY needs numpy: pip install numpy, or write CSV or JSON") from None
-    try:
-        values = numpy.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError):  # their words tell how to load what may run code
-        raise ArgumentError(
-            f"LENGTHS: {path}: got what is no array of numbers, expected a file of numpy.save"
-        ) from None
-    if not isinstance(values, numpy.ndarray) or values.ndim != 1 or values.dtype.kind not in "iu":
-        one = isinstance(values, numpy.ndarray)
-        got = f"{values.dtype} of shape {values.shape}" if one else "several arrays"
-        raise ArgumentError(f"LENGTHS: {path}: got {got}, expected integers, (samples,)")
-    for start in range(0, len(values), _BATCH_ROWS):
-        yield from values[start : start + _BATCH_ROWS].tolist()

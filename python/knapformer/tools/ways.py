@@ -23,7 +23,6 @@ from knapformer import (
     StepTime,
     TrainedModel,
     WorkloadModel,
-    attention_pairs,
     plan_home,
     predict_step,
 )
@@ -104,28 +103,6 @@ class Planning(Cost):
 
     def work(self, length: int) -> float:
         return WorkloadModel(self.gamma).work(length, self.d_model, self.mask_of(length))
-
-
-@dataclass
-class MasksOfKind:
-    """Samples whose masks are of a kind: how many, the (query, key) pairs that masks leave them, and all of theirs."""
-
-    samples: int = 0
-    pairs: int = 0
-    all_pairs: int = 0
-
-
-def masks_by_kind(samples: Iterable[tuple[str, int, int]]) -> dict[str, MasksOfKind]:
-    """By the kind's name, the most pairs first. samples: the mask's text, the tokens, and how many there are."""
-    found: dict[str, MasksOfKind] = {}
-    for mask, length, count in samples:
-        name = mask.split(":")[0]
-        is_list = name in ("clean", "noisy") or not name.replace("_", "").isalpha()  # of parts, such as 'c77 f1024'
-        of = found.setdefault("parts" if is_list else name, MasksOfKind())
-        of.samples += count
-        of.pairs += count * attention_pairs(mask, length)
-        of.all_pairs += count * length**2
-    return dict(sorted(found.items(), key=lambda item: -item[1].pairs))
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ REPLAY_G4 = [*REPLAY, "--topology", "g4n1"]
         (["doctor", "--ranks", "32"], "one of the arguments LENGTHS --lengths --data/--mix is required"),
         ([*PLAN_G8, *MIXED, "--sol", "greedy"], "unrecognized arguments: --sol"),
         ([*PLAN_G8, *MIXED, "--json", "nowhere/plan.json"], "--json: got 'nowhere/plan.json'"),
-        ([*PLAN_G8, "--lengths", "."], "LENGTHS: .: got a folder without rank-"),
+        ([*PLAN_G8, "--lengths", "."], ".: got no log, expected what knapformer.record wrote"),
         ([*PLAN_G8, "--lengths", ""], "--lengths: got '', expected a text that is not empty"),
         (["plan", "--mix", "joint", "--topology", "g8n4", "--topology", ""], "--topology: got ''"),
         (["plan", "--topology", "g2\udcff", *MIXED], r"--topology: got 'g2\udcff', expected printable UTF-8"),
@@ -201,21 +201,16 @@ def test_a_reader_that_stops_reading_is_no_error() -> None:
 @pytest.mark.parametrize(
     ("redirected", "status", "message"),
     [
-        (">&-", 2, "knapformer plan: standard output: got a closed one"),
         ("> /dev/full", 1, "knapformer plan: No space left on device"),
         ("--json - > /dev/full", 1, "knapformer plan: No space left on device"),
-        ("--lengths - <&-", 2, "knapformer plan: LENGTHS: got '-', expected a standard input that is open"),
         ("--topology $'g2\\xff'", 2, "knapformer plan: argument --topology: got"),
-        ("--json nowhere/x 2>&-", 2, ""),
-        ("--json nowhere/x.json >&- 2>&-", 2, ""),
     ],
 )
-def test_streams_that_are_closed_or_full(redirected: str, status: int, message: str) -> None:
-    data = "" if "--lengths" in redirected else "--data mixed --ranks 32"
-    command = f"{sys.executable} -m knapformer plan --topology g8n4 {data} {redirected}"
+def test_streams_that_are_full(redirected: str, status: int, message: str) -> None:
+    command = f"{sys.executable} -m knapformer plan --topology g8n4 --data mixed --ranks 32 {redirected}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout) == (status, "")
-    assert done.stderr.startswith(message) and done.stderr.count("\n") == (1 if message else 0)
+    assert done.stderr.startswith(message) and done.stderr.count("\n") == 1
 
 
 def test_a_files_name_may_be_any_bytes(tmp_path: Path) -> None:

@@ -2,9 +2,7 @@
 
 import itertools
 import json
-import math
 import sys
-import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -148,6 +146,7 @@ def test_memory_is_that_of_the_formula():
         ("a.parquet", "no table", [], "a.parquet"),
         ("a.txt", "5\n", ["--model", "gpt"], "--model: got 'gpt', expected one of flux"),
         ("a.txt", "5\n", ["--memory-gib", "1"], "does not fit in memory: parameters, gradients and optimizer of flux"),
+        ("a.txt", "5\n", ["--ranks", "4097"], "argument --ranks: got '4097', expected an integer from 1 to 4096"),
         ("a.txt", "5\n", ["--now", "static_8"], "--now: got static_8, expected an alternative that 4 ranks allow"),
         ("steps.json", "[[[5], [70]]]", [], "--ranks: got 4, expected 2"),
         ("steps.json", "[[[5], [7], [], [9]]]", ["--batch-size", "9"], "steps.json states what each rank draws"),
@@ -312,31 +311,6 @@ def test_a_fixed_time_counts_only_where_the_users_own_file_states_it(tmp_path, c
     assert found["cluster"]["fixed_s"] == 0.125
 
 
-@pytest.mark.parametrize(
-    ("lengths", "mask"), [([512] * 5, "full"), ([7, 40, 64] * 3, "full"), ([10, 100, 1000], "causal"), ([1], "full")]
-)
-def test_the_histogram_of_a_report_holds_all_samples_and_all_work(lengths, mask):
-    np = pytest.importorskip("numpy")
-    pytest.importorskip("plotly")
-    from knapformer.tools.report.charts import distribution
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        samples, work = distribution(lengths, [replace(PLANNING, mask=mask).work(n) for n in lengths]).data
-    for bars in (samples, work):
-        assert sum(bars.y) == pytest.approx(100)
-        assert np.isfinite(bars.x).all() and (np.asarray(bars.width) > 0).all()
-    pairs = (lambda n: n * (n + 1) / 2) if mask == "causal" else (lambda n: n * n)
-    work_of = [24 * n * D**2 + 4 * GAMMA * pairs(n) * D for n in lengths]
-    for bars, weights in ((samples, [1] * len(lengths)), (work, work_of)):
-        shares = {n: 100 * sum(w for m, w in zip(lengths, weights, strict=True) if m == n) / sum(weights)
-                  for n in set(lengths)}  # fmt: skip
-        for length, share in shares.items():
-            (found,) = {y for x, width, y in zip(bars.x, bars.width, bars.y, strict=True)
-                        if y > 0 and abs(math.log(x / length)) <= math.log(1 + width / x)}  # fmt: skip
-            assert found == pytest.approx(share)
-
-
 def test_steps_are_those_that_were_simulated(tmp_path, capsys):
     path = file_of(tmp_path / "drawn.json", alternating(5))
     assert diagnosis(capsys, path, "--micro-batches", 2)["steps"] == 2
@@ -362,9 +336,7 @@ def test_one_step_gives_no_range_and_the_verdict_says_why(tmp_path, capsys):
 def test_a_limit_of_the_users_own_is_not_called_memory(tmp_path, capsys):
     path = file_of(tmp_path / "l.csv", "length\n40\n7\n64\n")
     arguments = [path, "--ranks", 8, "--steps", 2, "--cluster", "cpu"]
-    page = tmp_path / "doctor.html"
-    text = printed(capsys, *arguments, "--max-tokens-per-rank", 3, "--report", page)
-    assert "No alternative keeps" in page.read_text() and "What a step's time" not in page.read_text()
+    text = printed(capsys, *arguments, "--max-tokens-per-rank", 3)
     assert text.startswith("No alternative keeps --max-tokens-per-rank 3: max_tokens_per_rank: got 3, expected at ")
     assert "no balancing does not keep --max-tokens-per-rank 3: 64 tokens on a rank." in text
     assert "at most 3 tokens of a rank (--max-tokens-per-rank)" in text
@@ -421,32 +393,17 @@ def test_what_the_steps_leave_open_is_not_called_worthless(tmp_path, capsys):
     assert "give or take" in found["verdict"] and "over 3 steps; more steps would tell" in found["verdict"]
 
 
-@pytest.mark.parametrize("num_ranks", [100_000, 99_968, 16_384, 16_383, 96, 5_001])
-@pytest.mark.parametrize(("batch_size", "micro_batches"), [(1, 1), (4, 8), (32, 64)])
-def test_the_work_is_bounded(tmp_path, num_ranks, batch_size, micro_batches):
+@pytest.mark.parametrize(("batch_size", "num_steps"), [(1, 20), (64, 8), (1024, 2)])
+def test_the_work_is_bounded(tmp_path, batch_size, num_steps):
     path = file_of(tmp_path / "l.csv", "length\n40\n7\n64\n")
-    given = ["--batch-size", batch_size, "--micro-batches", micro_batches, "--ranks", num_ranks]
-    source = Source(_parser().parse_args(["doctor", str(path), *map(str, given)]), PRESETS["flux"], 8)
-    batches = source.batches(micro_batches)
-    samples = sum(len(lens) for step in batches for batch in step for lens in batch)
-    assert source.simulated_ranks <= 4096 and samples <= 1 << 18 and len(batches) >= 2
-    assert math.gcd(source.simulated_ranks, 16) == math.gcd(num_ranks, 16)
-    assert (source.simulated_ranks == num_ranks) == (num_ranks == 96 and batch_size < 32)
-    assert {len(batch) for step in batches for batch in step} == {source.simulated_ranks}
+    given = ["doctor", str(path), "--batch-size", str(batch_size), "--micro-batches", "4", "--ranks", "128"]
+    source = Source(_parser().parse_args(given), PRESETS["flux"])
+    assert len(source.batches(4)) == num_steps and source.fewer_steps == (num_steps < 20)
 
 
-def test_many_ranks_are_sampled_and_the_figures_are_of_all(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("knapformer.tools.doctor.source._MAX_RANKS", 64)
-    path = file_of(tmp_path / "l.csv", "length\n" + "4096\n512\n" * 9)
-    arguments = [path, "--steps", 3, "--mode", "lora", "--rank-speed", ",".join(["1"] * 1000), "--topologies"]
-    found = diagnosis(capsys, *arguments, "--ranks", 1000)
-    assert (found["ranks"], found["simulated_ranks"]) == (1000, 56)
-    topologies = {option["topology"] for option in found["topologies"]}
-    assert {"g1n1000", "g8/4/2/1n125"} <= topologies and not any(name.startswith("g16") for name in topologies)
-    drawn = by_key(found)["as_drawn"]
-    assert drawn["samples_per_s"] * drawn["step_s"] == pytest.approx(1000)
+def test_progress_is_shown_on_a_terminal(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    assert main(["doctor", *map(str, arguments), "--ranks", "1000"]) == 0
-    out, err = capsys.readouterr()
-    assert "Simulated: 56 of the 1,000 ranks, in 3 steps." in out and "Ranks: 1,000, " in out
-    assert "simulating" in err
+    assert (
+        main(["doctor", str(file_of(tmp_path / "l.csv", "length\n4096\n512\n")), "--ranks", "8", "--steps", "2"]) == 0
+    )
+    assert "simulating" in capsys.readouterr().err

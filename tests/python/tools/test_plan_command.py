@@ -57,22 +57,13 @@ def test_a_whole_step_keeps_to_the_fullest_rank_of_others(capsys: pytest.Capture
     assert Plan.from_json(out).max_tokens > peak
 
 
-def test_plan_of_a_whole_step_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    pytest.importorskip("plotly")
-    page, path = tmp_path / "x.html", tmp_path / "step.json"
-    args = ["plan", "--topology", "g8n4", *MIXED, "--micro-batches", "3", "--report", str(page), "--json", str(path)]
-    assert run(capsys, *args)[0] == 0
-    step, shown = Plan.from_json(path.read_text()), page.read_text()
-    step_s = [predict_step(of).total_s for of in step.plans]
-    longest = step_s.index(max(step_s))
-    assert f"of 3 micro-batches, number {longest} in detail" in shown and "knapformer: 32 ranks, g8n4" in shown
-    assert f"{sum(step_s):.3g} s</b>" in shown
-    # So it is from the file.
-    page.unlink()
-    assert run(capsys, "plan", "--from", str(path), "--report", str(page))[0] == 0 and page.read_text() == shown
+def test_a_plan_from_a_file_is_predicted_on_another_cluster(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "step.json"
+    assert run(capsys, "plan", "--topology", "g8n4", *MIXED, "--micro-batches", "3", "--json", str(path))[0] == 0
+    step = Plan.from_json(path.read_text())
     _, out, _ = run(capsys, "plan", "--from", str(path), "--cluster", "a100", "--json", "-")
     on_a100 = sum(predict_step(of, "a100").total_s for of in step.plans)
-    assert Plan.from_json(out).predicted_time == pytest.approx(on_a100) and on_a100 > 1.5 * sum(step_s)
+    assert Plan.from_json(out).predicted_time == pytest.approx(on_a100) and on_a100 > 1.5 * step.predicted_time
 
 
 def test_what_a_plan_gains_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -1,10 +1,8 @@
-"""Lengths from standard input, whose format its beginning tells; what columns mean; the caches of trainers."""
+"""Lengths from files and standard input, whose format its beginning tells, and what columns mean."""
 
 import io
 import json
-import sqlite3
 
-import numpy as np
 import pytest
 from knapformer.tools.presets import PRESETS
 from knapformer.tools.sample_files import lengths_of, read_samples
@@ -63,12 +61,9 @@ CLIP = 52 * 30 * 21  # tokens of 832 x 480 pixels and 81 frames in Wan: patches 
         ("a.csv", "img_width,img_height,n_frames\n832,480,81\n"),
         ("a.csv", "resolution,num_frames,fps,duration\n832x480,81,16,9\n"),
         ("a.csv", 'resolution,frames\n"(832, 480)",81\n'),
-        ("a.csv", 'shape,text_tokens\n"(81, 480, 832, 3)",7\n'),
-        ("a.csv", 'shape,frames\n"[3, 480, 832]",81\n'),
         ("a.tsv", "W\tH\tFrames\n832\t480\t81.0\n"),
-        ("a.csv", 'num_tokens,caption\n"32,760",a\n'),
         ("a.jsonl", '{"resolution": [832, 480], "nb_frames": 81, "size": 123456}\n'),
-        ("a.json", '[{"shape": [81, 3, 480, 832], "length_s": 5}]'),
+        ("a.csv", "img_size,num_frames,text_tokens\n832x480,81,7\n"),
         # sd-scripts writes train_resolution, SimpleTuner target_size; both by the name of a file.
         ("meta_lat.json", '{"a": {"caption": "x", "train_resolution": [832, 480], "num_frames": 81}}'),
         ("meta.json", '{"a": {"original_size": [1920, 1080], "target_size": [832, 480], "crop_coordinates": [0, 0], '
@@ -111,7 +106,6 @@ def test_columns_of_texts_and_lists_are_read_from_parquet(tmp_path):
             "width=width,height=height",
             52 * 30,
         ),
-        ("width,height,shape", "'width', 'height', 'shape', expected one size", "width=width,height=height", 52 * 30),
         ("width,height,duration", "expected both fps and duration, or", "width=width,height=height", 52 * 30),
         ("width,height,fps", "expected both fps and duration, or frames", "width=width,height=height", 52 * 30),
     ],
@@ -147,59 +141,14 @@ def test_what_cannot_be_meant_is_refused(tmp_path, name, text, message):
     assert message in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("text", "columns"),
-    [
-        (
-            'size_px,frames\n"[480]",81\n832x480x3,81\n1,024,9\n832x480,0\n"[832, 480]",5\n',
-            {"size": "size_px", "frames": "frames"},
-        ),
-        ('shape,frames\n"[21, 16, 60, 104]",81\n"[9, 480, 832, 3]",81\n1,024,9\n"[480, 832]",0\n"[480, 832]",5\n', {}),
-    ],
-)
-def test_rows_that_do_not_say_one_thing_are_left_out(tmp_path, text, columns):
+def test_rows_that_do_not_say_one_thing_are_left_out(tmp_path):
     path = tmp_path / "a.csv"
-    path.write_text(text)
-    samples = read_samples(str(path), PRESETS["wan-14b"], columns)
+    path.write_text('size_px,frames\n"[480]",81\n832x480x3,81\n1,024,9\n832x480,0\n"[832, 480]",5\n')
+    samples = read_samples(str(path), PRESETS["wan-14b"], {"size": "size_px", "frames": "frames"})
     assert (list(samples.lengths), samples.num_rows, samples.bad_rows) == ([52 * 30 * 2], 5, 4)
     with pytest.raises(kf.ArgumentError, match=r"1 of 2 rows \(50.0%\) cannot be read, the first of them row 2"):
         path.write_text("num_tokens\n7\nx\n")
         lengths_of(str(path))
-
-
-def latents(path, keys, architecture):
-    header = json.dumps({"__metadata__": {"architecture": architecture}, **{key: {} for key in keys}}).encode()
-    path.write_bytes(len(header).to_bytes(8, "little") + header + b"data")
-
-
-def test_caches_of_trainers_are_read(tmp_path):
-    musubi = tmp_path / "musubi"
-    musubi.mkdir()
-    # The names of files hold the size before it was cropped to a bucket: 1920 x 1080.
-    keys = ["latents_control_1x9x9_bf16", "latents_21x60x104_bfloat16"]
-    latents(musubi / "a_00000-081_1920x1080_wan.safetensors", keys, "wan")
-    latents(musubi / "b_1920x1080_f2d.safetensors", ["latents_30x52_bfloat16"], "flux_2_dev")
-    latents(musubi / "a_wan_te.safetensors", ["varlen_t5_bfloat16"], "wan")
-    (musubi / "c.safetensors").write_bytes(b"no header")
-    samples = read_samples(str(musubi), PRESETS["wan-14b"])
-    assert (list(samples.lengths), samples.first_bad) == (
-        [CLIP, 52 * 30], "row 3: c.safetensors: got no header of musubi-tuner's latents"
-    )  # fmt: skip
-
-    for bucket, count in (("cache_1.733x832x480x81", 2), ("cache_832x480x1", 3)):
-        folder = tmp_path / "clips/cache/wan" / bucket / "latents"
-        folder.mkdir(parents=True)
-        with sqlite3.connect(folder / "metadata.db") as database:
-            database.execute("CREATE TABLE items(shard, shard_index)")
-            database.executemany("INSERT INTO items VALUES(?, ?)", [(0, i) for i in range(count)])
-    lengths = list(read_samples(str(tmp_path / "clips"), PRESETS["wan-14b"]).lengths)
-    assert lengths == [CLIP] * 2 + [52 * 30] * 3
-
-    (tmp_path / "aspect_ratio_bucket_metadata_a.json").write_text('{"a": {"target_size": [832, 480]}}')
-    assert list(read_samples(str(tmp_path), PRESETS["flux"]).lengths) == [52 * 30]
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(kf.ArgumentError, match=r"got a folder without rank-.*diffusion-pipe.*expected one of these"):
-        read_samples(str(tmp_path / "empty"), None)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +156,7 @@ def test_caches_of_trainers_are_read(tmp_path):
     [
         ("width,height", "flux", "width from 'width', height from 'height', captions left out, as no column"),
         ("width,height", "wan-14b", "every sample a picture of one frame, as no column holds frames"),
-        ("num_tokens,seq", "flux", "tokens of a sample from 'num_tokens'"),
+        ("num_tokens,seq", "flux", "tokens from 'num_tokens'"),
     ],
 )
 def test_what_is_read_and_assumed_is_said(tmp_path, heading, model, said):
@@ -248,7 +197,6 @@ def write_all_formats(folder):
     }
     for name, text in texts.items():
         (folder / name).write_text(text)
-    np.save(folder / "array.npy", np.array(lengths, dtype=np.int32))
     table = pyarrow.table({"caption": ["x"] * 4, "num_tokens": pyarrow.array(lengths, pyarrow.int32())})
     parquet.write_table(table, folder / "table.parquet")
     return lengths
@@ -257,7 +205,7 @@ def write_all_formats(folder):
 def test_every_format_is_read(tmp_path):
     lengths = write_all_formats(tmp_path)
     files = sorted(tmp_path.iterdir())
-    assert len(files) == 11
+    assert len(files) == 10
     for path in files:
         samples = read_samples(str(path), None)
         assert list(samples.lengths) == lengths, path.name
@@ -297,16 +245,4 @@ def test_a_quote_left_open_is_named(tmp_path):
     path = tmp_path / "captions.csv"
     path.write_text("caption,num_tokens\na,5\n" + '"b,70\n' + "c,900\n" * 30_000)
     with pytest.raises(kf.ArgumentError, match=r"captions.csv: line [0-9]+: field larger than .* every quote"):
-        read_samples(str(path), None)
-
-
-@pytest.mark.parametrize("content", [b"", b"no array", "several"])
-def test_an_array_file_that_is_none_is_refused(tmp_path, content):
-    path = tmp_path / "a.npy"
-    with path.open("wb") as file:
-        if content == "several":
-            np.savez(file, lengths=[5, 70])
-        else:
-            file.write(content)
-    with pytest.raises(kf.ArgumentError, match=r"LENGTHS: .*a.npy: got "):
         read_samples(str(path), None)

@@ -34,17 +34,10 @@ _MAX_STEPS, MAX_BATCHES = 2, 4
 @dataclass(frozen=True)
 class Case(Draw):
     """What is simulated. limit_is_given: whether max_tokens is the user's --max-tokens-per-rank, and not what fits in
-    memory. job_ranks: the ranks of the job, of which some are simulated; 0: all. watch: is called with the name of each
-    alternative that is simulated."""
+    memory. watch: is called with the name of each alternative that is simulated."""
 
     limit_is_given: bool = False
-    job_ranks: int = 0
     watch: Callable[[str], object] = str
-
-    def of_job(self, topology: str) -> str:
-        """The topology, of bags of equal size over num_ranks, over the ranks of the job."""
-        bag, _, count = topology.rpartition("n")
-        return f"{bag}n{int(count) * (self.job_ranks or self.num_ranks) // self.num_ranks}"
 
     @property
     def too_much(self) -> str:
@@ -56,7 +49,7 @@ class Case(Draw):
 class Alternative:
     """name: in tables. advice: what is taken, where the name needs words. change: what the user has to do. effect: how
     it changes which samples a step has, '' for not at all. degree: of static sequence parallelism, 0 for none.
-    topology: of the balancer in the model, over the ranks of the job."""
+    topology: of the balancer in the model."""
 
     key: str
     name: str
@@ -215,15 +208,14 @@ def alternatives(case: Case, topologies: Sequence[str]) -> list[Alternative]:
     change = "the loader's sampler, and how the loss is weighed"
     found = [*baselines(case.num_ranks), Alternative("sampler", "BalancedBatchSampler", sampler, change)]
     for topology in topologies:
-        of_job = case.of_job(topology)
         largest = topology[1:].partition("n")[0].partition("/")[0]
         ranks, shared = (f"1-{largest}", f"long samples shared by up to {largest} ranks")
         if "/" not in topology:
             ranks, shared = (largest, f"every sample shared by {largest} ranks")
         found.append(
             Alternative(
-                f"bags {of_job}", f"balancer, {ranks} ranks", planned_whole(topology, routed=True),
-                "calls in the model", topology=of_job, advice=f"the balancer in the model, with {shared}",
+                f"bags {topology}", f"balancer, {ranks} ranks", planned_whole(topology, routed=True),
+                "calls in the model", topology=topology, advice=f"the balancer in the model, with {shared}",
             )
         )  # fmt: skip
     return found

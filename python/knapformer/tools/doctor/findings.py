@@ -1,18 +1,17 @@
-"""What was found: the printed text, the JSON file, and the HTML page."""
+"""What was found: the printed text, and the JSON file."""
 
 from __future__ import annotations
 
 import argparse
-import html
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
-from knapformer import TopologyOption
+from knapformer import TopologyOption, attention_pairs
 from knapformer._core import DEFAULT_GAMMA
 from knapformer.tools import cost_args
 from knapformer.tools.columns import has_masks
@@ -22,10 +21,7 @@ from knapformer.tools.doctor.source import Source
 from knapformer.tools.doctor.verdict import Verdict
 from knapformer.tools.files import cells_of, show, table_of
 from knapformer.tools.presets import DEFAULT_PRESET, Preset
-from knapformer.tools.report.page import HtmlPage, add_masks
-from knapformer.tools.ways import MasksOfKind, masks_by_kind
 
-_T = TypeVar("_T")
 _HEADINGS = ("step s", "speed", "hours", "wait", "GB", "GiB")
 _TOPOLOGY = {
     "topology": "topology:", "predicted s": "predicted_time_s:.4g", "over ideal": "more:.1%",
@@ -65,13 +61,12 @@ class Findings:
         of_work = result.work_s / result.efficiency  # seconds that the samples' work takes this way
         speedup, error = gain(result, self.verdict.now) if self.verdict.now.problem is None else (None, math.nan)
         between = result.mean("route_bytes_between_nodes", "attention_bytes_between_nodes")
-        all_ranks = self.source.num_ranks / num_ranks
         return {
             "step_s": seconds,
             "speedup": speedup,
             "speedup_standard_error": error if math.isfinite(error) else None,
-            "samples_per_s": all_ranks * samples / seconds,
-            "tokens_per_s": all_ranks * result.mean("tokens") / seconds,
+            "samples_per_s": samples / seconds,
+            "tokens_per_s": result.mean("tokens") / seconds,
             "device_hours": (self.source.num_samples or 10**6) / samples * of_work * num_ranks / 3600,
             "efficiency": result.efficiency,
             "waiting": result.waiting,
@@ -82,14 +77,11 @@ class Findings:
         }
 
     @cached_property
-    def masks(self) -> dict[str, MasksOfKind]:
-        counts, mask_of = Counter(self.source.pool), self.case.planning.mask_of
-        return masks_by_kind((mask_of(length), int(length), count) for length, count in counts.items())
-
-    @property
     def share_of_pairs(self) -> float:
-        """Of all pairs of the samples, those that their masks leave."""
-        return sum(of.pairs for of in self.masks.values()) / sum(of.all_pairs for of in self.masks.values())
+        """Of all (query, key) pairs of the samples, those that their masks leave."""
+        mask_of, counts = self.case.planning.mask_of, Counter(self.source.pool)
+        left = sum(count * attention_pairs(mask_of(length), length) for length, count in counts.items())
+        return left / sum(count * length**2 for length, count in counts.items())
 
     @cached_property
     def rows(self) -> list[dict[str, str]]:
@@ -109,8 +101,7 @@ class Findings:
             "max_tokens_over_mean": option.max_tokens_over_mean,
         }
         kept = math.isfinite(option.predicted_time)  # JSON has no infinity
-        named = {"topology": self.case.of_job(option.topology)}
-        return {**named, **(figures if kept else dict.fromkeys(figures)), "reason": option.reason}
+        return {"topology": option.topology, **(figures if kept else dict.fromkeys(figures)), "reason": option.reason}
 
     def to_dict(self) -> dict[str, Any]:
         source, case, verdict, planning = self.source, self.case, self.verdict, self.case.planning
@@ -127,7 +118,6 @@ class Findings:
             "bad_rows": source.samples.bad_rows,
             "model_name": self.preset.name,
             "ranks": source.num_ranks,
-            "simulated_ranks": case.num_ranks,
             "batch_size": case.batch_size,
             "micro_batches": case.micro_batches,
             "steps": len(case.batches),
@@ -235,27 +225,10 @@ class Findings:
             "micro-batch.",
         ]
         if self.share_of_pairs < 1:
-            pairs = sum(of.pairs for of in self.masks.values()) or 1
-            shares = ", ".join(f"{kind} {of.pairs / pairs:.1%}" for kind, of in self.masks.items())
-            lines.append(
-                f"Masks leave {self.share_of_pairs:.1%} of the samples' (query, key) pairs; of these {shares}."
-            )
-        if case.job_ranks:
-            lines.append(
-                f"Simulated: {case.num_ranks:,} of the {case.job_ranks:,} ranks, in {len(case.batches)} steps. With "
-                "all ranks the slowest is slower, so steps take rather longer than shown."
-            )
-        elif source.fewer_steps:
+            lines.append(f"Masks leave {self.share_of_pairs:.1%} of the samples' (query, key) pairs.")
+        if source.fewer_steps:
             lines.append(f"Simulated: {len(case.batches)} steps, since a step has so many samples (--steps for more).")
         return lines
-
-
-def alike(items: Iterable[tuple[str, _T]], shown: Callable[[_T], Hashable]) -> dict[str, _T]:
-    """Items by their names, those of which the same is shown as one."""
-    groups: dict[Hashable, tuple[list[str], _T]] = {}
-    for name, item in items:
-        groups.setdefault(shown(item), ([], item))[0].append(name)
-    return {"; ".join(names): item for names, item in groups.values()}
 
 
 def _cells(figures: Mapping[str, Any]) -> dict[str, str]:
@@ -275,55 +248,3 @@ def _cells(figures: Mapping[str, Any]) -> dict[str, str]:
 def digits(value: float) -> str:
     """Three significant digits, and all digits before the point."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def write_page(path: str, found: Findings) -> None:
-    """Raises OSError."""
-    from knapformer.tools.report import charts
-
-    page, verdict, case, source = HtmlPage(), found.verdict, found.case, found.source
-    cells = alike(((row["alternative"], row) for row in found.rows), lambda row: tuple(row.values())[1:])
-    rows = [{**row, "alternative": names} for names, row in cells.items()]
-    page.add_table("Alternatives", "Per optimizer step, in the mean; predicted.", rows)
-    shares = alike(
-        ((of.alternative.name, _shares(of)) for of in found.results if of.problem is None),
-        lambda of: tuple(map(round, of.values())),
-    )
-    if shares:
-        text = "The more of a step is work, the faster it is: the ratio of two is the speed-up on equal work."
-        page.add("What a step's time goes to", text, charts.stacked_bars(shares, "% of the step"))
-    text = "Attention's work grows with the square of the length: few long samples can hold most of it."
-    lens = source.pool
-    works = {length: case.planning.work(length) for length in set(lens)}
-    page.add("Lengths and work", text, charts.distribution(lens, [works[n] for n in lens]), 300)
-    add_masks(page, found.masks)
-    top = [
-        (f"{statistics.median(lens):,.0f} → {max(lens):,}", "tokens of the median and of the longest sample"),
-        (f"{source.num_ranks:,}", "ranks"),
-        (f"{case.micro_batches}", "micro-batches of a step"),
-    ]
-    if verdict.is_worth_it and verdict.now.problem is None:
-        top.insert(0, (f"{verdict.speedup:.2f} times", f"as fast as {verdict.now.alternative.name}"))
-    settings = {
-        "lengths": source.description, "model": found.preset.name, "ranks": source.num_ranks,
-        "ranks that are simulated": case.num_ranks, "samples of a micro-batch": case.batch_size,
-        "micro-batches": case.micro_batches, "width": case.planning.d_model, "gamma": case.planning.gamma,
-        **case.planning.cluster.to_dict(), **case.planning.model.to_dict(),
-    }  # fmt: skip
-    said = " ".join(filter(None, (found.verdict_text, verdict.aside())))
-    subtitle = f"{source.description}; {source.num_ranks} ranks, {case.micro_batches} micro-batches"
-    page.write(path, said, html.escape(subtitle), top, settings)
-
-
-def _shares(result: Result) -> dict[str, float]:
-    """Of the mean rank, in % of the step."""
-    total_s, work_s = result.mean("total_s"), result.work_s
-    waiting_s = max(0.0, result.mean("token_s", "attention_s") - work_s)
-    rest_s = result.mean("fsdp_s", "host_s", "fixed_s")
-    seconds = {
-        "work": work_s,
-        "waiting, or computing padding": waiting_s,
-        "exchanging": max(0.0, total_s - work_s - waiting_s - rest_s),
-        "the rest": rest_s,
-    }
-    return {name: 100 * of / total_s for name, of in seconds.items()}

@@ -17,7 +17,6 @@ from knapformer import ArgumentError, Cluster, DataMix, Plan, Topology, plan_hom
 from knapformer.tools import cli_args, cost_args
 from knapformer.tools.cli_args import OF_DRAW, add, refuse
 from knapformer.tools.files import cells_of, show, table_of, write, write_json
-from knapformer.tools.report.page import write_report
 from knapformer.tools.ways import (
     NO_BALANCER,
     PEAK_TFLOPS,
@@ -87,6 +86,8 @@ def run(args: argparse.Namespace) -> None:
             "micro-batches"
         )
     if args.report is not None:
+        from knapformer.tools.plan.report import write_report
+
         write_report(args.report, plan)
     write(args.json, plan.to_json())
     if args.predictions is not None:
