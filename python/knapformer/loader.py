@@ -7,6 +7,7 @@ import pickle
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, Generic, Literal, TypeVar
 
@@ -18,6 +19,7 @@ from knapformer._torch import PlanningAhead, Samples
 from knapformer.balancer import SequenceBalancer
 from knapformer.lengths_log import Recorder
 from knapformer.sample_values import integer
+from knapformer.shared_samples import gives_shared_samples
 
 Batch = TypeVar("Batch")
 Item = TypeVar("Item")
@@ -337,7 +339,9 @@ class BalancedStepLoader(_Loader[list[dict[str, Tensor]]]):
                 raise ArgumentError(f"per_token, per_sample: got {name!r} twice, expected each name once")
         if seq_lens is None and not per_token:
             raise ArgumentError("per_token: got none, expected names of tensors, or seq_lens")
-        super().__init__(loader, balancer, seq_lens or self._rows_of, masks, work, end, record, device)
+        super().__init__(
+            loader, balancer, seq_lens or partial(_rows_of, per_token[0]), masks, work, end, record, device
+        )
         with contextlib.suppress(StateError):  # "auto": the balancer chooses it for the first step
             self._check_shared(Topology(balancer.topology, balancer.num_ranks))
         self._step_plan: Plan | None = None
@@ -389,9 +393,7 @@ class BalancedStepLoader(_Loader[list[dict[str, Tensor]]]):
                 f"per_token: got none, for a balancer of {topology}, whose ranks share samples; expected the names of "
                 f"tensors that are cut where a sample is shared, or a balancer of g1n{self._balancer.num_ranks}"
             )
-
-    def _rows_of(self, samples: Any) -> list[int]:
-        return [len(sample[self._names[0]]) for sample in samples]
+        gives_shared_samples(self, topology, f"a loader of g1n{self._balancer.num_ranks}")
 
     @property
     def step_plan(self) -> Plan:
@@ -415,6 +417,10 @@ def _tensors_of(sample: Any, names: Sequence[str]) -> list[Tensor]:
         if not isinstance(sample[name], Tensor):
             raise ArgumentError(f"sample['{name}']: got {type(sample[name]).__name__}, expected a tensor")
     return [sample[name] for name in names]
+
+
+def _rows_of(name: str, samples: Any) -> list[int]:
+    return [len(sample[name]) for sample in samples]
 
 
 def _seq_lens_of(batch: Any) -> Sequence[int] | Tensor:

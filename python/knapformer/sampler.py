@@ -33,6 +33,7 @@ from knapformer.sample_values import (
     extremes,
     integer,
 )
+from knapformer.shared_samples import gives_shared_samples
 from knapformer.trainers import keep_lists
 
 if TYPE_CHECKING:
@@ -213,6 +214,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self._check_last_step(0)
         self._lowest_epoch: int | None = None  # that of the state loaded last
         keep_lists(BalancedBatchSampler)
+        gives_shared_samples(self, Topology(self._topology, num_replicas), "placed=True for its samples")
 
     def __iter__(self) -> Iterator[list[int]]:
         keep_lists(BalancedBatchSampler)

@@ -23,6 +23,7 @@ from knapformer.adapters.registry import find_model
 from knapformer.adapters.samples import Predictions, Sample
 from knapformer.balancer import SequenceBalancer
 from knapformer.models.step import PackedStep
+from knapformer.shared_samples import source_of_shared_samples
 
 Model = TypeVar("Model", bound=nn.Module)
 _STATE = "_knapformer"
@@ -69,9 +70,10 @@ def balance(
         that drew them: `transformer(samples, planned=True)`.
         Where all ranks that share a sample have loaded it (BalancedBatchSampler with bags):
         `balancer.follow(sampler.plan(...))`, then `transformer(samples, placed=True)`. Only attention exchanges tokens;
-        Predictions.own says which numbers this rank has computed.
-        None: the samples of this rank alone, each whole. So for samples that lie where they are computed: those of a
-        BalancedBatchSampler without a topology, and of a BalancedStepLoader in bags of one rank (g1n8).
+        Predictions.own says which numbers this rank has computed. In a process with such a sampler, a call for other
+        samples (of a validation set, say) says placed=False.
+        None: the samples of this rank alone, each whole, as those of a BalancedBatchSampler without a topology, or of a
+        BalancedStepLoader in bags of one rank (g1n8).
     max_text_tokens: for models that cross-attend to their text: the tokens that a travelling text has room for. The
         same on all ranks.
     batches: for torchtitan's models: a call in the model's own form is packed, too, as the samples of its batch. So a
@@ -187,10 +189,14 @@ def _reported(balancer: SequenceBalancer | None) -> Iterator[None]:
         raise
 
 
-def _packed_call(model: Any, samples: Sequence[Sample], *, planned: bool = False, placed: bool = False) -> Predictions:
+def _packed_call(
+    model: Any, samples: Sequence[Sample], *, planned: bool = False, placed: bool | None = None
+) -> Predictions:
     state: _Balanced = model.__dict__[_STATE]
     adapter, balancer = state.adapter, state.balancer
     with _reported(balancer):
+        if placed is None and not planned and (source := source_of_shared_samples()):
+            raise StateError(f"placed: got none, in a process with {source}, or placed=False for other samples")
         adapter.check(model)
         _check_packed(model, adapter)
         home = adapter.embed(model, adapter.read(model, samples))
@@ -200,7 +206,7 @@ def _packed_call(model: Any, samples: Sequence[Sample], *, planned: bool = False
             return model._gradient_checkpointing_func(block, *args)
         return block(*args)
 
-    step = PackedStep(home.seq_lens, home.x.shape[1], balancer, adapter.mask(model), planned, placed)
+    step = PackedStep(home.seq_lens, home.x.shape[1], balancer, adapter.mask(model), planned, bool(placed))
     x, features, of_chunk = step.enter(home.x, home.features, home.sequence_features)
     chunks = adapter.chunks(model, step, x, features, of_chunk)
     parts = adapter.head(model, step.leave(adapter.compute(model, x, of_chunk, chunks, run)), home)

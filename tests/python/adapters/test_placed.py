@@ -71,3 +71,36 @@ def test_ranks_that_share_a_sample_load_it() -> None:
 def test_samples_are_placed_by_a_balancer_alone() -> None:
     with pytest.raises(knapformer.ArgumentError, match="placed: got True, expected False without a balancer"):
         knapformer.balance(CASE.make())([CASE.sample(SIZES[0], 0)], placed=True)
+
+
+@pytest.mark.parametrize("balancer", [None, SequenceBalancer("g1n1", d_model=48)])
+def test_a_call_says_whether_its_samples_are_those_that_ranks_share(balancer: SequenceBalancer | None) -> None:
+    """Otherwise each of these ranks would compute them whole, and they would count several times."""
+    model, samples = knapformer.balance(CASE.make(), balancer), [CASE.sample(SIZES[0], 0)]
+    sampler = knapformer.BalancedBatchSampler(
+        [22] * 4, batch_size=1, d_model=48, topology="g2n1", num_replicas=2, rank=0
+    )
+    message = (
+        r"placed: got none, .* BalancedBatchSampler of g2n1, .* expected placed=True for its samples, .* placed=Fa"
+    )
+    with pytest.raises(knapformer.StateError, match=message):
+        model(samples)
+    assert len(model(samples, placed=False)) == 1
+    del sampler
+    assert len(model(samples)) == 1
+
+
+def test_a_call_says_that_its_samples_are_not_those_that_a_loader_cuts() -> None:
+    """Parts of samples would be computed as whole ones."""
+    run_ranks(behind_a_loader_that_cuts, 2)
+
+
+def behind_a_loader_that_cuts(rank: int, world_size: int) -> None:
+    model, samples = knapformer.balance(CASE.make()), [CASE.sample(SIZES[0], 0)]
+    balancer = SequenceBalancer("g2n1", d_model=48)
+    loader = knapformer.BalancedStepLoader([], balancer, 1, per_token=["hidden_states"])
+    message = r"placed: got none, .* BalancedStepLoader of g2n1, .* expected a loader of g1n2, .* placed=False"
+    with pytest.raises(knapformer.StateError, match=message):
+        model(samples)
+    del loader
+    assert len(model(samples)) == 1
