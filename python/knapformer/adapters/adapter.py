@@ -26,7 +26,7 @@ from knapformer.models.layers import Rotation, rotate
 from knapformer.models.packing import Lengths, Segments, TwoStreams, lengths_list
 from knapformer.models.step import PackedStep
 
-LIBRARIES = ("diffusers", "torchtitan")
+LIBRARY = "diffusers"
 _WRAPPERS = ("peft", "torch")  # whose modules lead to the parts of what they wrap
 
 MAX_TEXT_TOKENS = 512  # the default: the limit with which published models are trained
@@ -157,8 +157,6 @@ class Adapter(ABC):
     optional: ClassVar[tuple[str, ...]] = ()
     # The layer that reads the samples' tokens: tensors without rows get the device and dtype of its weight.
     input_layer: ClassVar[str]
-    # Names of the arguments of the model's own forward, if all have a batch as their first dimension.
-    batched: ClassVar[tuple[str, ...]] = ()
     # For each list of blocks, by its name in the model, the packed forward of its blocks; and the names of a block's
     # modules that attend.
     blocks: ClassVar[dict[str, PackedForward]]
@@ -169,7 +167,7 @@ class Adapter(ABC):
     # when only its parts are.
     modules: ClassVar[dict[str, PackedForward]] = {}
     # Classes of blocks and of those modules, by whose forward the packed one goes; none: not compared. They are those
-    # of LIBRARIES, or of the adapter's own package.
+    # of LIBRARY, or of the adapter's own package.
     forwards: ClassVar[tuple[str, ...]] = ()
     # Classes of attention processors, likewise, that compute the same as the packed blocks.
     processors: ClassVar[tuple[str, ...]]
@@ -270,14 +268,14 @@ class Adapter(ABC):
         for name, part in itertools.product(owners, (*self.attentions, *self.in_parts)):
             module = getattr(owners[name], part, None)
             of = next((base for base in type(module).__mro__ if "forward" in base.__dict__), None)
-            if of is not None and package_of(of) not in (*LIBRARIES, *_WRAPPERS, package_of(type(self))):
+            if of is not None and package_of(of) not in (LIBRARY, *_WRAPPERS, package_of(type(self))):
                 raise ArgumentError(
                     f"{name}{part}: got {type(module).__name__} with a forward of its own, which a packed call would "
-                    f"not compute, expected a class of {' or '.join(LIBRARIES)} (Adapter.in_parts)"
+                    f"not compute, expected a class of {LIBRARY} (Adapter.in_parts)"
                 )
 
     def _is_one_of(self, names: Sequence[str], of: type) -> bool:
-        return of.__name__ in names and package_of(of) in (*LIBRARIES, package_of(type(self)))
+        return of.__name__ in names and package_of(of) in (LIBRARY, package_of(type(self)))
 
     def check(self, model: Any) -> None:
         """Raises StateError where the model computes what packed blocks do not."""

@@ -38,7 +38,6 @@ class _Balanced:
     def __init__(self, **parts: Any) -> None:
         self.adapter: Adapter
         self.balancer: SequenceBalancer | None
-        self.batches: bool
         self.packed_forward: PackedForward
         self.__dict__.update(parts)
 
@@ -47,13 +46,9 @@ class _Balanced:
 
 
 def balance(
-    transformer: Model,
-    balancer: SequenceBalancer | None = None,
-    *,
-    max_text_tokens: int = MAX_TEXT_TOKENS,
-    batches: bool = False,
+    transformer: Model, balancer: SequenceBalancer | None = None, *, max_text_tokens: int = MAX_TEXT_TOKENS
 ) -> Model:
-    """Lets a transformer of diffusers, torchtitan or knapformer.models take a list of samples of any sizes, unpadded.
+    """Lets a transformer of diffusers or knapformer.models take a list of samples of any sizes, unpadded.
 
         knapformer.balance(transformer, balancer)
         predictions = transformer(samples)
@@ -76,8 +71,6 @@ def balance(
         BalancedStepLoader in bags of one rank (g1n8).
     max_text_tokens: for models that cross-attend to their text: the tokens that a travelling text has room for. The
         same on all ranks.
-    batches: for torchtitan's models: a call in the model's own form is packed, too, as the samples of its batch. So a
-        trainer is balanced without a change; the samples of a batch have one size, which may differ between ranks.
 
     Raises ArgumentError where there is no adapter for the model (`knapformer.adapters`), or samples do not fit;
     StateError where the model is set to compute what a packed call cannot, such as another attention processor, or
@@ -102,11 +95,7 @@ def balance(
                 f"{name or 'transformer'}.forward: got one that was put on the object, expected its class's: call "
                 "accelerate's prepare, and add hooks, after balance()"
             )
-    if batches and not adapter.batched:
-        raise ArgumentError(
-            f"batches: got True for {type(model).__name__}, expected False: its own calls are not split into samples"
-        )
-    _replace(model, _model_forward, adapter=adapter, balancer=balancer, batches=batches)
+    _replace(model, _model_forward, adapter=adapter, balancer=balancer)
     for module, packed_forward in packed:
         _replace(module, _module_forward, packed_forward=packed_forward)
     return transformer
@@ -162,20 +151,7 @@ def _module_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _model_forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if args and not isinstance(args[0], torch.Tensor):
         return _packed_call(model, *args, **kwargs)
-    state: _Balanced = model.__dict__[_STATE]
-    if not state.batches:
-        return type(model).forward(model, *args, **kwargs)
-    with _reported(state.balancer):
-        samples = _samples_of_batch(dict(zip(state.adapter.batched, args, strict=False)) | kwargs)
-    return torch.cat(list(_packed_call(model, samples)))
-
-
-def _samples_of_batch(batch: dict[str, Any]) -> list[Sample]:
-    sizes = {name: len(value) if isinstance(value, torch.Tensor) and value.ndim else 0 for name, value in batch.items()}
-    if len(set(sizes.values())) != 1 or 0 in sizes.values():
-        raise ArgumentError(f"forward: got batches of {sizes}, expected a tensor each, of one number of samples")
-    rows = zip(*(value.split(1) for value in batch.values()), strict=True)
-    return [dict(zip(batch, row, strict=True)) for row in rows]
+    return type(model).forward(model, *args, **kwargs)
 
 
 @contextlib.contextmanager

@@ -28,7 +28,6 @@ _ADAPTERS: dict[str, str | type[Adapter]] = {
     "knapformer.models.transformer.Transformer": "knapformer.adapters.plain:Plain",
     "SkyReelsV2Transformer3DModel": "knapformer.adapters.wan:SkyReelsV2",
     "WanTransformer3DModel": "knapformer.adapters.wan:Wan",
-    "torchtitan.models.flux.model.model.FluxModel": "knapformer.adapters.torchtitan_flux:TorchtitanFlux",
 }
 
 

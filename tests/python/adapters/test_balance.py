@@ -416,11 +416,6 @@ def test_mixed_precision_where_the_layer_that_reads_samples_is_a_unit() -> None:
     assert relative_error(prediction, case.make()(**case.sample(SIZES[0], 0)).sample) <= 5e-2
 
 
-def test_batches_are_refused_where_a_model_does_not_split_them() -> None:
-    with pytest.raises(knapformer.ArgumentError, match=r"batches: got True for FluxTransformer2DModel, expected False"):
-        knapformer.balance(CASE.make(), batches=True)
-
-
 def test_a_forward_that_was_replaced_later_is_not_thrown_away() -> None:
     model: Any = knapformer.balance(seeded(CASE.make()))
     model.forward = lambda *args: None
