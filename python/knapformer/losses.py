@@ -10,8 +10,8 @@ reduction of DDP or FSDP (a mean over ranks by default), the gradient is that of
 
 The count takes an all-reduce of one number, on the CPU where the group has a CPU backend. So every rank has to call, in
 the same order, also a rank without data: its part of the loss is 0 and stays attached to the model. No all-reduce is
-needed where the count is known: from the plan (`plan`), or from the caller (`total`). With gradient accumulation the
-count is that of all micro-batches: `total=plan.num_tokens` where one plan has all of them, else the caller's:
+needed where the caller knows the count: `total=plan.num_tokens`, say, where every token that was planned bears a loss.
+With gradient accumulation the count is that of all micro-batches:
 
     total = count_over_ranks(sum(len(batch.target) for batch in micro_batches))
     for batch in micro_batches:
@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from knapformer._core import ArgumentError, Plan, StateError
+from knapformer._core import ArgumentError, StateError
 from knapformer.device_copies import to_device
 from knapformer.sample_values import checked_integers, integer
 from knapformer.trainers import check_nothing_divides
@@ -46,7 +46,6 @@ _ELSEWHERE = "count: got none from another rank, which has raised an error of it
 def token_mean(
     per_token: Tensor,
     *,
-    plan: Plan | None = None,
     total: int | None = None,
     group: dist.ProcessGroup | None = None,
     gradient_reduction: GradientReduction = "mean",
@@ -55,9 +54,7 @@ def token_mean(
     """The mean over all tokens of all ranks.
 
     per_token: (tokens,), the loss of each token of this rank; may be empty. Leave out tokens that bear no loss.
-    plan: saves the all-reduce where every token that was planned bears a loss. Not of one of several micro-batches,
-        whose mean is not that of the step: `total=plan.num_tokens` of the whole step's plan.
-    total: the number of tokens of all ranks, where it is known; saves the all-reduce, too.
+    total: the number of tokens of all ranks that bear a loss, over all micro-batches of a step; saves the all-reduce.
     group: the ranks that gradients are reduced over. None: the world; one rank where torch.distributed is not in use.
     gradient_reduction: what the training loop does with gradients over these ranks.
     loss_divisor: what the training loop divides the loss by before its backward pass; the loss is multiplied by it.
@@ -67,19 +64,10 @@ def token_mean(
     Returns a scalar in float32 or better. Where no rank has data it is 0, attached to the graph. Raises ArgumentError,
     and StateError on the other ranks where it raises on one and all of them are needed for the count.
     """
-    with _refused_on_all_ranks(plan is None and total is None, group):
+    with _refused_on_all_ranks(total is None, group):
         _check_vector("per_token", per_token)
         factor = _factor(group, gradient_reduction, loss_divisor, total)
-        num_tokens = len(per_token)
-        if plan is not None:
-            planned = _checked_plan(plan, total, group, "num_tokens").tokens_before[_rank(group)]
-            if planned != num_tokens:
-                raise ArgumentError(
-                    f"per_token: got {num_tokens} tokens, expected the {planned} that the plan has of this rank; where "
-                    "only some of them bear a loss, leave plan out"
-                )
-            total = plan.num_tokens
-    return _share_of_mean(per_token.sum(dtype=_wide(per_token)), num_tokens, total, group, factor)
+    return _share_of_mean(per_token.sum(dtype=_wide(per_token)), len(per_token), total, group, factor)
 
 
 def sample_mean(
@@ -87,7 +75,6 @@ def sample_mean(
     seq_lens: Sequence[int] | Tensor,
     *,
     sample_lens: Sequence[int] | Tensor | None = None,
-    plan: Plan | None = None,
     total: int | None = None,
     group: dist.ProcessGroup | None = None,
     gradient_reduction: GradientReduction = "mean",
@@ -97,9 +84,9 @@ def sample_mean(
 
     seq_lens: tokens in `per_token` of each of this rank's samples, each at least 1, on the CPU. sample_lens: tokens of
     the whole samples, where this rank computes only a chunk of some; it requires `total`, and chunks may be empty.
-    plan, total: as in token_mean, but for samples. The other arguments, and errors: as in token_mean.
+    total: the number of samples. The other arguments, and errors: as in token_mean.
     """
-    with _refused_on_all_ranks(plan is None and total is None, group):
+    with _refused_on_all_ranks(total is None, group):
         _check_vector("per_token", per_token)
         factor = _factor(group, gradient_reduction, loss_divisor, total)
         lens = checked_integers("seq_lens", seq_lens).cpu().long()
@@ -119,13 +106,6 @@ def sample_mean(
                     f"sample_lens: got {whole.tolist()}, expected one for each of the chunks of {lens.tolist()}, each "
                     "at least as long"
                 )
-        if plan is not None:
-            planned = len(_checked_plan(plan, total, group, "num_sequences").seq_lens[_rank(group)])
-            if planned != len(lens):
-                raise ArgumentError(
-                    f"seq_lens: got {len(lens)} samples, expected the {planned} that the plan has of this rank"
-                )
-            total = plan.num_sequences
     weights = torch.repeat_interleave(1.0 / whole.to(torch.float64), lens)
     weighted = per_token * to_device(weights.to(_wide(per_token)), per_token.device)
     return _share_of_mean(weighted.sum(), len(lens) if sample_lens is None else 0, total, group, factor)
@@ -180,28 +160,6 @@ def _num_ranks(group: dist.ProcessGroup | None) -> int:
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise ArgumentError(f"group: got {group!r}, expected a process group that this rank is in")
     return dist.get_world_size(group) if group is not None or dist.is_initialized() else 1
-
-
-def _rank(group: dist.ProcessGroup | None) -> int:
-    return dist.get_rank(group) if _num_ranks(group) > 1 else 0
-
-
-def _checked_plan(plan: Plan, total: int | None, group: dist.ProcessGroup | None, counted: str) -> Plan:
-    if not isinstance(plan, Plan):
-        raise ArgumentError(f"plan: got {type(plan).__name__}, expected a Plan")
-    if plan.num_micro_batches > 1:
-        raise ArgumentError(
-            f"plan: got that of {plan.num_micro_batches} micro-batches, expected that of one; for the mean over the "
-            f"step give total=plan.{counted}"
-        )
-    if total is not None:
-        raise ArgumentError("plan, total: got both, expected one of them")
-    if plan.num_ranks != _num_ranks(group):
-        raise ArgumentError(
-            f"plan: got one over {plan.num_ranks} ranks, expected one over the {_num_ranks(group)} that gradients are "
-            "reduced over; where the balancer's group is only some of them, leave plan out"
-        )
-    return plan
 
 
 def _factor(

@@ -6,8 +6,6 @@ import random
 import numpy as np
 import pytest
 import torch
-from distributed.ranks import run_ranks
-from losses_ranks import SampledStep, alone, run_sampled
 from sampler.samplers import WIDTH, lengths_of, samplers, samples_in, steps_of
 from torch.utils.data import DistributedSampler
 
@@ -221,20 +219,3 @@ def test_tokens_that_bear_a_loss_are_counted_over_a_step():
         for counted in (images, torch.tensor(images), np.array(images)):
             assert ranks[0].num_tokens(step, counted) == sum(images[i] for i in held)
         assert ranks[0].num_tokens(step) == sum(lengths[i] for i in held)
-
-
-@pytest.mark.parametrize("num_ranks", [2, 4, 8])
-def test_gradients_under_ddp_and_fsdp_are_those_of_one_process(num_ranks):
-    """Lists are empty where there are more of them than samples."""
-    lengths = (13, 1, 40, 5, 5, 2, 3, 7, 21, 9, 60, 4, 4, 8, 1, 30, 2, 6, 11, 17, 25, 3, 19)
-    cases = [
-        SampledStep(mean, wrapper, micro_batches, sync, lengths)
-        for mean, wrapper, sync in (("token", "ddp", "step"), ("sample", "fsdp", "micro_batch"))
-        for micro_batches in (1, 3, 8)
-    ]
-    wanted = {mean: alone(mean, ((lengths,),))[0][1] for mean in ("token", "sample")}
-    for of_rank in run_ranks(run_sampled, num_ranks, cases):
-        for case, gradients in zip(cases, of_rank, strict=True):
-            for name, gradient in wanted[case.mean].items():
-                error = (gradients[name] - gradient).norm() / gradient.norm()
-                assert error <= 1e-10, (case, name)
