@@ -77,9 +77,9 @@ def record(folder: str | os.PathLike[str], rank: int | None = None, num_ranks: i
             for batch in loader:
                 log(batch.seq_lens)  # with masks of samples: log(batch.seq_lens, batch.masks)
 
-    Each rank writes a file of its own in `folder`, which all ranks may share. `BalancedLoader(record=log)` writes as
-    it draws. An existing log is appended to; all ranks open it equally often, as batches are paired by that. rank,
-    num_ranks: None: RANK and WORLD_SIZE, as torchrun sets them; without these, one rank. Raises ArgumentError, OSError.
+    Each rank writes a file of its own in `folder`, which all ranks may share. An existing log is appended to; all
+    ranks open it equally often, as batches are paired by that. rank, num_ranks: None: RANK and WORLD_SIZE, as torchrun
+    sets them; without these, one rank. Raises ArgumentError, OSError.
     """
     rank = _from_environment("RANK", 0) if rank is None else rank
     return Recorder(folder, rank, _from_environment("WORLD_SIZE", 1) if num_ranks is None else num_ranks)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from torch import Tensor
 from knapformer._core import ArgumentError, Plan, StateError, Topology
 from knapformer._torch import PlanningAhead, Samples
 from knapformer.balancer import SequenceBalancer
-from knapformer.lengths_log import Recorder
 from knapformer.sample_values import integer
 from knapformer.shared_samples import gives_shared_samples
 
@@ -32,7 +31,6 @@ class _Position:
 
     num_batches: int = 0  # taken from the loader
     ended: bool = False  # the loader has no more batches
-    is_left: bool = False  # between passes, of which the last one left batches over (end="shortest")
     state: bytes | None = None  # the loader's own, where it has one, inside a pass
 
 
@@ -47,12 +45,8 @@ class _Loader(Generic[Item]):
         seq_lens: Callable[[Any], Sequence[int] | Tensor],
         masks: Of | None,
         work: Of | None,
-        end: str,
-        record: Recorder | None,
         device: torch.device | str | None,
     ) -> None:
-        if end not in ("longest", "shortest"):
-            raise ArgumentError(f"end: got {end!r}, expected 'longest' or 'shortest'")
         if hasattr(loader, "gradient_state"):  # it would say "the last batch" when that is drawn, ahead of its step
             raise ArgumentError(
                 "loader: got one that accelerate prepared, expected the DataLoader itself, with a DistributedSampler"
@@ -63,8 +57,6 @@ class _Loader(Generic[Item]):
         self._balancer = balancer
         self._seq_lens = seq_lens
         self._said = {name: of for name, of in (("masks", masks), ("work", work)) if of is not None}
-        self._num_ended = 1 if end == "shortest" else balancer.num_ranks  # so many ranks without data end a pass
-        self._record = record
         self._stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         self._position = _Position()
         self._resume_at: _Position | None = None
@@ -89,13 +81,13 @@ class _Loader(Generic[Item]):
             if source.error is not None:  # the error of this rank's own data, in place of what all ranks are told
                 raise source.error from None
             raise
-        self._position = _Position(is_left=not source.position.ended)
+        self._position = _Position()
 
     def _iterate(self, source: _Source) -> Iterator[tuple[Item, Plan]]:
         raise NotImplementedError
 
     def _has_ended(self, ahead: PlanningAhead) -> bool:
-        return ahead.num_ended >= self._num_ended
+        return ahead.num_ended == self._balancer.num_ranks
 
     def _start(self, source: _Source, batches: list[Any], seq_lens: Any, **of_step: Any) -> PlanningAhead:
         """Starts to plan these batches of this rank. An error of the data is kept in `source`."""
@@ -108,13 +100,8 @@ class _Loader(Generic[Item]):
         return self._balancer.start_planning(seq_lens, ended=source.position.ended, **said, **of_step)
 
     def _lens_of(self, batch: Any) -> list[int] | Tensor:
-        """The lengths of a batch that was just drawn. Adds them and its masks to the log, if there is one."""
         lens = self._seq_lens(batch)
-        lens = lens if isinstance(lens, Tensor) else list(lens)  # an iterator can be read once
-        if self._record is not None:
-            of_samples = [masks(batch)] if (masks := self._said.get("masks")) is not None else []
-            self._record(lens, *of_samples)
-        return lens
+        return lens if isinstance(lens, Tensor) else list(lens)  # an iterator can be read once
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's position: after the batch, or the optimizer step, that was yielded last. Each rank has its own:
@@ -126,11 +113,7 @@ class _Loader(Generic[Item]):
         StatefulDataLoader). Keyed by rank, so that torch.distributed.checkpoint may save it as it is.
         """
         position = self._position
-        state: dict[str, Any] = {
-            "num_batches": position.num_batches,
-            "ended": position.ended,
-            "is_left": position.is_left,
-        }
+        state: dict[str, Any] = {"num_batches": position.num_batches, "ended": position.ended}
         if self._stateful:
             state["loader"] = self._snapshot() if position.state is None else position.state
         return {self._key: state}
@@ -153,10 +136,7 @@ class _Loader(Generic[Item]):
             raise ArgumentError(f"state: got {has} state of the wrapped loader, expected {expected}, as it is now")
         if self._stateful:
             self._loader.load_state_dict(pickle.loads(own["loader"]))  # type: ignore[attr-defined]
-        is_left = own.get("is_left", False)
-        if self._stateful and is_left:
-            iter(self._loader)  # the rest of the pass that was left; the next iterator begins a new one
-        self._position = self._resume_at = _Position(own["num_batches"], own["ended"], is_left, own.get("loader"))
+        self._position = self._resume_at = _Position(own["num_batches"], own["ended"], own.get("loader"))
         self._has_looked = False
 
     @property
@@ -222,10 +202,8 @@ class BalancedLoader(_Loader[Batch]):
         `batch["seq_lens"]`.
     masks, work: of a batch, those of each of its sequences, as in plan_routing. None: the cost's mask, and the
         formula's work.
-    empty: makes a batch without sequences.
-    end: "longest": a pass lasts until all ranks have run out, and ranks that have run out before yield `empty()`, so
-        that every batch of every rank is used once. "shortest": a pass lasts until one rank has run out.
-    record: a log of `knapformer.record`, to which lengths and masks of every batch that is drawn are written.
+    empty: makes a batch without sequences: a pass lasts until all ranks have run out, and ranks that have run out
+        before yield `empty()`, so that every batch of every rank is used once.
     device: where the model's tensors will be ("cuda": the current one). The planning thread then packs the index tables
         of the first steps for it, too. None: the device is known from the first exchange on.
 
@@ -244,19 +222,13 @@ class BalancedLoader(_Loader[Batch]):
         loader: Iterable[Batch],
         balancer: SequenceBalancer,
         *,
+        empty: Callable[[], Batch],
         seq_lens: Callable[[Batch], Sequence[int] | Tensor] | None = None,
         masks: Callable[[Batch], Sequence[str]] | None = None,
         work: Callable[[Batch], Sequence[float]] | None = None,
-        empty: Callable[[], Batch] | None = None,
-        end: Literal["longest", "shortest"] = "longest",
-        record: Recorder | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        if end == "longest" and empty is None:
-            raise ArgumentError(
-                "empty: got none, expected a function that makes a batch without sequences, or end='shortest'"
-            )
-        super().__init__(loader, balancer, seq_lens or _seq_lens_of, masks, work, end, record, device)
+        super().__init__(loader, balancer, seq_lens or _seq_lens_of, masks, work, device)
         self._empty = empty
 
     def _iterate(self, source: _Source) -> Iterator[tuple[Batch, Plan]]:
@@ -277,7 +249,7 @@ class BalancedLoader(_Loader[Batch]):
         with source.keeping_error():
             if batches:
                 batch, lens = batches[0], self._lens_of(batches[0])
-            elif source.error is None and self._empty is not None:
+            elif source.error is None:
                 batch = self._empty()
         return batch, self._start(source, batches, lens)
 
@@ -293,10 +265,11 @@ class BalancedStepLoader(_Loader[list[dict[str, Tensor]]]):
         before step n | wait for samples n | plan n+1 is there: send its samples | draw n+2, start its gather |
 
     The samples of a list lie in the order of `loader.chunks`. Nothing is routed in the model; only attention exchanges,
-    for shared samples. Every rank holds samples of two steps ahead. A step takes one gather, and one all-to-all of
+    for shared samples. A pass lasts until all ranks have run out: a rank that has run out before computes samples of
+    others. Every rank holds samples of two steps ahead. A step takes one gather, and one all-to-all of
     bytes, which both overlap with the step before.
 
-    loader, balancer, masks, work, record: as of BalancedLoader. Each batch of `loader` is a list of samples, and a
+    loader, balancer, masks, work: as of BalancedLoader. Each batch of `loader` is a list of samples, and a
         sample is a dict of tensors.
     micro_batches: the number of them in an optimizer step: a step yields so many lists, on every rank. A list may be
         empty. So many batches are drawn from `loader` for a step, fewer at the end of `loader`.
@@ -309,8 +282,6 @@ class BalancedStepLoader(_Loader[list[dict[str, Tensor]]]):
     max_bytes_in_flight: the most that a rank sends, and that it receives, in one all-to-all; 0 for no limit. The bytes
         of a step beyond it move when the step before has ended, in all-to-alls of at most this size. A sample that is
         larger raises ArgumentError on all ranks, which ends the pass as max_tokens_per_rank does.
-    end: "longest": a pass lasts until all ranks have run out; a rank that has run out before computes samples of
-        others. "shortest": until one rank has run out.
     device: as of BalancedLoader; the first steps' samples then arrive in pinned memory, too.
     """
 
@@ -326,8 +297,6 @@ class BalancedStepLoader(_Loader[list[dict[str, Tensor]]]):
         masks: Callable[[Any], Sequence[str]] | None = None,
         work: Callable[[Any], Sequence[float]] | None = None,
         max_bytes_in_flight: int = 0,
-        end: Literal["longest", "shortest"] = "longest",
-        record: Recorder | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         self._micro_batches = integer("micro_batches", micro_batches, 1)
@@ -339,9 +308,7 @@ class BalancedStepLoader(_Loader[list[dict[str, Tensor]]]):
                 raise ArgumentError(f"per_token, per_sample: got {name!r} twice, expected each name once")
         if seq_lens is None and not per_token:
             raise ArgumentError("per_token: got none, expected names of tensors, or seq_lens")
-        super().__init__(
-            loader, balancer, seq_lens or partial(_rows_of, per_token[0]), masks, work, end, record, device
-        )
+        super().__init__(loader, balancer, seq_lens or partial(_rows_of, per_token[0]), masks, work, device)
         with contextlib.suppress(StateError):  # "auto": the balancer chooses it for the first step
             self._check_shared(Topology(balancer.topology, balancer.num_ranks))
         self._step_plan: Plan | None = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from knapformer.lengths_log import read_log
@@ -147,24 +146,3 @@ def test_masks_of_samples_are_logged_and_planned_with(tmp_path: Path, capsys: py
     assert [(int(n), getattr(n, "mask", None)) for n in samples.lengths] == [(8, "c3 f5"), (40, "causal"), (7, None)]
     assert main(["plan", "--lengths", str(tmp_path), "--topology", "g1n1", "--json", "-"]) == 0
     assert kf.Plan.from_json(capsys.readouterr().out).masks == ["c3 f5", "causal"]
-
-
-@pytest.mark.parametrize("micro_batches", [None, 2])
-def test_a_loader_writes_what_it_draws(micro_batches: int | None, tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
-    pytest.importorskip("knapformer._torch")
-    balancer = kf.SequenceBalancer("g1n1", d_model=16)
-
-    def masks_of(batch: Any) -> list[str]:
-        return ["causal"] * len(batch if isinstance(batch, list) else batch["seq_lens"])
-
-    with kf.record(tmp_path) as log:
-        if micro_batches is None:
-            batches = [{"seq_lens": torch.tensor(lens)} for lens in ([3, 4], [5])]
-            loader = kf.BalancedLoader(batches, balancer, masks=masks_of, end="shortest", record=log)
-        else:
-            samples = [[{"x": torch.zeros(n, 2)} for n in lens] for lens in ([3, 4], [5])]
-            loader = kf.BalancedStepLoader(samples, balancer, 2, per_token=["x"], masks=masks_of, record=log)
-        assert len(list(loader)) == 2
-    causal = [[{"length": n, "mask": "causal"} for n in lens] for lens in ([3, 4], [5])]
-    assert list(read_log(tmp_path)) == [[of] for of in causal]
