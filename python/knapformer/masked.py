@@ -39,15 +39,6 @@ class MaskedAttention:
         return attend(q, k, v, layout_on(self._tables, q.device))
 
 
-class ByPlan:
-    """The kernel of attention without `attend`: SequenceBalancer calls it with the planned masks of what is packed."""
-
-    cuts_queries = takes_masks = True
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, tables: MaskTables) -> Tensor:
-        return attend(q, k, v, layout_on(tables, q.device))
-
-
 def layout_on(tables: MaskTables, device: torch.device) -> Tensor | BlockMask:
     """What `attend` takes for tensors on this device."""
     return tables.runs if device.type == "cpu" else block_mask(tables, device)

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from knapformer._core import check_mask
 from knapformer._torch import MaskTables
 from knapformer.device_copies import to_device
-from knapformer.masked import ByPlan, MaskedAttention, as_autocast, attend, layout_on, no_attention
+from knapformer.masked import MaskedAttention, as_autocast, attend, layout_on, no_attention
 from knapformer.models.packing import Lengths, lengths_list
 from knapformer.models.stages import Stages
 
@@ -39,20 +39,17 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, seq_lens: Lengths, mask: s
     lens = tuple(lengths_list(seq_lens))
     if mask not in ("full", "causal"):
         return _masked(lens, mask)(q, k, v)
-    pairing, causal = _pairing(lens, lens), mask == "causal"
-    if q.shape[0] != pairing.num_queries:
-        raise ValueError(f"seq_lens: got {pairing.num_queries} tokens in all, expected {q.shape[0]}, as q has")
-    return pairing.attend(q, k, v, causal)
+    return _pairing(lens, lens).attend(q, k, v, mask == "causal")
 
 
 class PackedAttention:
     """varlen_attention with a mask, as an object: SequenceBalancer.attention reads its `mask`, and calls it with this
-    rank's heads of whole sequences, or with a part of their queries."""
+    rank's heads of whole sequences, or with a part of their queries. mask: None: of each sequence, the planned one."""
 
     cuts_queries = True
 
-    def __init__(self, mask: str = "full") -> None:
-        self.mask = check_mask(mask)
+    def __init__(self, mask: str | None = "full") -> None:
+        self.mask = None if mask is None else check_mask(mask)
         self.takes_masks = mask not in ("full", "causal")  # then a balancer gives it the MaskTables of what is packed
 
     def __call__(
@@ -69,7 +66,7 @@ class PackedAttention:
         if isinstance(query_lens, MaskTables):
             return attend(q, k, v, layout_on(query_lens, q.device))
         if key_lens is None:
-            return varlen_attention(q, k, v, query_lens, self.mask)
+            return varlen_attention(q, k, v, query_lens, self.mask or "planned")
         pairing = _pairing(tuple(lengths_list(query_lens)), tuple(lengths_list(key_lens)))
         causal = self.mask == "causal"
         starts = None if query_starts is None else lengths_list(query_starts)
@@ -96,8 +93,14 @@ class PackedAttention:
         return stages.result()
 
 
+@functools.cache
+def kernel_for(mask: str | None) -> PackedAttention:
+    """The kernel of attention without `attend`. mask: that of all sequences of a step; None: they have several."""
+    return PackedAttention(mask if mask in ("full", "causal") else None)
+
+
 class PackedCrossAttention:
-    """From the sequences of one stream to those of another, e.g. from video tokens to their text, with all heads.
+    """From packed queries to packed keys of the same sequences, with all heads, e.g. from video tokens to their text.
 
     A token's query needs only the keys of its own sequence, so nothing is exchanged here: with a balancer the text is
     taken to where the chunks are. Made once a step for its many layers.
@@ -107,37 +110,18 @@ class PackedCrossAttention:
     """
 
     def __init__(self, query_lens: Lengths, key_lens: Lengths) -> None:
-        self._pairing = _Pairing(lengths_list(query_lens), lengths_list(key_lens))
+        self.lens = lengths_list(query_lens), lengths_list(key_lens)
+        if len(self.lens[0]) != len(self.lens[1]):
+            raise ValueError(f"key_lens: got {len(self.lens[1])} lengths, expected {len(self.lens[0])}")
+        # (sequences, query length, key length): neighbours of equal lengths are computed together.
+        pairs = itertools.groupby(zip(*self.lens, strict=True))
+        self.runs = [(len(list(run)), *pair) for pair, run in pairs if pair != (0, 0)]
+        self._offsets: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # a kernel that takes lengths
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (query tokens, heads, head_dim); k, v (key tokens, heads, head_dim). Returns the shape of q."""
-        expected = self._pairing.num_queries, self._pairing.num_keys
-        if (q.shape[0], k.shape[0]) != expected:
-            got = f"{q.shape[0]} queries and {k.shape[0]} keys"
-            raise ValueError(f"q, k: got {got}, expected {expected[0]} and {expected[1]}, as the lengths say")
-        return self._pairing.attend(q, k, v, causal=False)
-
-
-@functools.cache
-def kernel_for(mask: str | None) -> PackedAttention | ByPlan:
-    """The kernel of attention without `attend`. mask: that of all sequences of a step; None: they have several."""
-    return PackedAttention(mask) if mask in ("full", "causal") else ByPlan()
-
-
-class _Pairing:
-    """Which packed queries attend to which packed keys: those of one sequence. Causal: its last query to all of them,
-    the one before it to all but one, and so on."""
-
-    def __init__(self, query_lens: list[int], key_lens: list[int]) -> None:
-        if len(query_lens) != len(key_lens):
-            raise ValueError(f"key_lens: got {len(key_lens)} lengths, expected {len(query_lens)}")
-        self.num_queries, self.num_keys = sum(query_lens), sum(key_lens)
-        self.lens = (query_lens, key_lens)
-        # (sequences, query length, key length): neighbours of equal lengths are computed together.
-        pairs = itertools.groupby(zip(query_lens, key_lens, strict=True))
-        self.runs = [(len(list(run)), *pair) for pair, run in pairs if pair != (0, 0)]
-        self._offsets: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        return self.attend(q, k, v, causal=False)
 
     @property
     def causal_starts(self) -> list[int]:
@@ -145,6 +129,11 @@ class _Pairing:
         return [num_keys - num_queries for num_queries, num_keys in zip(*self.lens, strict=True)]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        """Causal: the last query of a sequence to all of its keys, the one before it to all but one, and so on."""
+        expected = tuple(map(sum, self.lens))
+        if (q.shape[0], k.shape[0]) != expected:
+            got = f"{q.shape[0]} queries and {k.shape[0]} keys"
+            raise ValueError(f"q, k: got {got}, expected {expected[0]} and {expected[1]}, as the lengths say")
         q, k, v = as_autocast(q, k, v)
         if q.shape[1] == 0 or all(query_len * key_len == 0 for _, query_len, key_len in self.runs):
             return no_attention(q, k, v)
@@ -225,8 +214,8 @@ def _masked(seq_lens: tuple[int, ...], mask: str) -> MaskedAttention:
 
 # Of a step as many as its bag has degrees; those of micro-batches in flight are kept, too.
 @functools.lru_cache(maxsize=64)
-def _pairing(query_lens: tuple[int, ...], key_lens: tuple[int, ...]) -> _Pairing:
-    return _Pairing(list(query_lens), list(key_lens))
+def _pairing(query_lens: tuple[int, ...], key_lens: tuple[int, ...]) -> PackedCrossAttention:
+    return PackedCrossAttention(query_lens, key_lens)
 
 
 def _may_have_kernel(device: torch.device) -> bool:
@@ -255,7 +244,7 @@ def _kernel_runs(device: torch.device, dtype: torch.dtype, head_dim: int, *, gro
                 torch.ones(3, num_heads, head_dim, device=device, dtype=dtype, requires_grad=True)
                 for num_heads in ((2, 1, 1) if grouped else (1, 1, 1))
             )
-            _Pairing([1, 2], [1, 2]).one_kernel(q, k, v, causal).sum().backward()
+            PackedCrossAttention([1, 2], [1, 2]).one_kernel(q, k, v, causal).sum().backward()
     except torch.OutOfMemoryError:
         raise  # which says nothing of the kernel, and is not remembered
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:

@@ -160,7 +160,7 @@ def test_by_sequence_an_accelerator_gets_as_many_keys_as_queries(device: str) ->
 
 def test_attention_names_wrong_lengths() -> None:
     x = torch.randn(5, 2, 4)
-    with pytest.raises(ValueError, match="seq_lens: got 4 tokens in all, expected 5"):
+    with pytest.raises(ValueError, match="q, k: got 5 queries and 5 keys, expected 4 and 4, as the lengths say"):
         varlen_attention(x, x, x, [1, 3])
 
 
