@@ -25,7 +25,7 @@ class EpochOrder:
         """The indices of an epoch's samples."""
         generator = torch.Generator().manual_seed(self.seed + epoch)
         if self.weights is not None:
-            ends = self.weights.double().cumsum(0)
+            ends = self.weights.cumsum(0)
             # torch.multinomial takes at most 2^24 weights
             drawn = torch.rand(self.num_samples, dtype=torch.float64, generator=generator) * ends[-1:]
             return torch.searchsorted(ends, drawn, right=True)

@@ -89,14 +89,14 @@ def sample_mean(
     with _refused_on_all_ranks(total is None, group):
         _check_vector("per_token", per_token)
         factor = _factor(group, gradient_reduction, loss_divisor, total)
-        lens = checked_integers("seq_lens", seq_lens).cpu().long()
+        lens = checked_integers("seq_lens", seq_lens)
         shortest = 1 if sample_lens is None else 0
         if int(lens.sum()) != len(per_token) or (len(lens) > 0 and int(lens.min()) < shortest):
             expected = f"lengths of at least {shortest} that add up to {len(per_token)}"
             raise ArgumentError(f"seq_lens: got {lens.tolist()}, expected {expected}")
         whole = lens
         if sample_lens is not None:
-            whole = checked_integers("sample_lens", sample_lens).cpu().long()
+            whole = checked_integers("sample_lens", sample_lens)
             if total is None:
                 raise ArgumentError(
                     "total: got none, expected the samples of all ranks: chunks do not say how many they are"

@@ -1,13 +1,12 @@
-"""What is known of every sample: lengths, shapes, work, masks, as tensors that may be memory maps. Needs torch."""
+"""What is known of every sample (lengths, shapes, work, masks), and checks of numbers that users give. Needs torch."""
 
 from __future__ import annotations
 
 import hashlib
 import operator
+import sys
 import warnings
-from array import array
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
@@ -16,12 +15,12 @@ from torch import Tensor
 
 from knapformer._core import MAX_MAGNITUDE, ArgumentError, attention_pairs
 
-_BLOCK = 1 << 20  # values of a memory map that are converted at a time
 _MAX_REPEATS = 2**31 - 1  # their sum over all samples is an int64
-_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # torch indexes and converts these, and computes little of them
+_LONGEST_TEXT = 1000  # that is told as it is
 
 
 def checked_numbers(name: str, values: Any, num_samples: int, low: float) -> Tensor:
+    """float64 on the CPU, one for each sample."""
     # Without a dtype, lists of floats would get torch's default one, which rounds them.
     numbers = _as_tensor(name, values, torch.float64 if isinstance(values, list | tuple) else None)
     if numbers.shape != (num_samples,) or numbers.dtype == torch.bool or numbers.is_complex():
@@ -29,6 +28,7 @@ def checked_numbers(name: str, values: Any, num_samples: int, low: float) -> Ten
             f"{name}: got {numbers.dtype} of shape {tuple(numbers.shape)}, expected a number for each of {num_samples} "
             "samples"
         )
+    numbers = numbers.to("cpu", torch.float64)
     if num_samples > 0:
         lowest, highest = extremes(numbers)  # NaN where any of them is NaN
         if not (lowest >= low and 0 < highest <= MAX_MAGNITUDE):
@@ -51,6 +51,7 @@ def _as_tensor(name: str, values: Any, dtype: torch.dtype | None = None) -> Tens
 def checked_integers(
     name: str, values: Any, num_samples: int | None = None, low: int | None = None, high: int = 0
 ) -> Tensor:
+    """int64 on the CPU, one for each sample."""
     # Of an empty list torch makes floats.
     checked = _as_tensor(name, values, torch.int64 if isinstance(values, Sequence) and len(values) == 0 else None)
     if checked.ndim != 1 or checked.dtype == torch.bool or checked.is_floating_point() or checked.is_complex():
@@ -59,6 +60,7 @@ def checked_integers(
         )
     if num_samples is not None and len(checked) != num_samples:
         raise ArgumentError(f"{name}: got {len(checked)}, expected one for each of {num_samples} samples")
+    checked = checked.to("cpu", torch.int64)
     if low is not None and len(checked) > 0:
         for extreme in extremes(checked):
             integer(name, extreme, low, high)
@@ -69,71 +71,44 @@ def checked_repeats(values: Any, num_samples: int) -> Tensor:
     """How often each sample stands in an epoch, of a number for all of them or one for each."""
     if isinstance(values, Integral):
         return torch.tensor(integer("repeats", values, 1, _MAX_REPEATS)).expand(num_samples)
-    return checked_integers("repeats", values, num_samples, 0, _MAX_REPEATS).long()
+    return checked_integers("repeats", values, num_samples, 0, _MAX_REPEATS)
 
 
-@dataclass(frozen=True)
-class SampleMasks:
-    """texts: those that differ. numbers: of each sample, that of its text."""
-
-    texts: list[str]
-    numbers: Tensor
-
-    @staticmethod
-    def of(masks: Any, lengths: Tensor) -> SampleMasks:
-        """Raises ArgumentError, naming the sample, also for a written mask of another length."""
-        if isinstance(masks, str) or not hasattr(masks, "__len__"):
-            raise ArgumentError(
-                f"masks: got {masks!r}, expected a list of texts; mask={masks!r} is that of all samples"
-            )
-        if len(masks) != len(lengths):
-            raise ArgumentError(f"masks: got {len(masks)}, expected one for each of {len(lengths)} samples")
-        number_of, numbers, checked = dict[str, int](), array("q"), set[tuple[str, int]]()
-        for sample, (mask, length) in enumerate(zip(masks, _integers_of(lengths), strict=True)):
-            if not isinstance(mask, str) or (mask, length) not in checked:
-                try:
-                    attention_pairs(mask, length)
-                except ArgumentError as error:
-                    raise ArgumentError(f"masks[{sample}]: {error}") from None
-                checked.add((mask, length))
-            numbers.append(number_of.setdefault(str(mask), len(number_of)))
-        return SampleMasks(list(number_of), torch.tensor(numbers, dtype=torch.int64))
-
-
-def _integers_of(values: Tensor) -> Iterator[int]:
-    for block in values.split(_BLOCK):
-        yield from block.tolist()
+def checked_masks(masks: Any, lengths: Tensor) -> list[str]:
+    """The text of each sample's mask. Raises ArgumentError, naming the sample, also for one of another length."""
+    if isinstance(masks, str) or not hasattr(masks, "__len__"):
+        raise ArgumentError(f"masks: got {masks!r}, expected a list of texts; mask={masks!r} is that of all samples")
+    if len(masks) != len(lengths):
+        raise ArgumentError(f"masks: got {len(masks)}, expected one for each of {len(lengths)} samples")
+    texts, known = [], set[tuple[str, int]]()
+    for sample, (mask, length) in enumerate(zip(masks, lengths.tolist(), strict=True)):
+        if not isinstance(mask, str) or (mask, length) not in known:
+            try:
+                attention_pairs(mask, length)
+            except ArgumentError as error:
+                raise ArgumentError(f"masks[{sample}]: {error}") from None
+            known.add((mask, length))
+        texts.append(sys.intern(str(mask)))
+    return texts
 
 
 def extremes(values: Tensor) -> tuple[Any, Any]:
-    """The lowest and the highest of values that are not empty. They may be a memory map: none is converted."""
-    if values.dtype in _UNSIGNED:
-        array = values.numpy()
-        return int(array.min()), int(array.max())
+    """The lowest and the highest of values that are not empty."""
     lowest, highest = values.aminmax()
     return lowest.item(), highest.item()
 
 
 def described(value: Any) -> str:
-    """A text that is equal for equal values. Values of samples are hashed a block at a time, whatever type holds them;
-    of integers the sum tells those that are in another order."""
-    if isinstance(value, SampleMasks):
-        texts = hashlib.blake2b(repr(value.texts).encode(), digest_size=8).hexdigest()
-        return f"{len(value.texts)} texts, hash {texts}, of {described(value.numbers)}"
-    if not isinstance(value, Tensor):
-        return repr(value)
-    of_floats, total, hashed = value.is_floating_point(), 0, hashlib.blake2b(digest_size=8)
-    for block in value.split(_BLOCK):
-        same = block.to("cpu", torch.float64 if of_floats else torch.int64).contiguous()
-        total += 0 if of_floats else int(same.sum())
-        hashed.update(same.numpy())
-    what = "numbers" if of_floats else f"integers of sum {total}"
-    return f"{len(value)} {what}, hash {hashed.hexdigest()}"
+    """A text that is equal for equal values. Of integers the sum tells those that are in another order."""
+    if isinstance(value, Tensor):
+        what = "numbers" if value.is_floating_point() else f"integers of sum {int(value.sum())}"
+        return f"{len(value)} {what}, hash {_hash(value.contiguous().numpy())}"
+    text = repr(value)
+    return text if len(text) <= _LONGEST_TEXT else f"{text[:60]}..., hash {_hash(text.encode())}"
 
 
-def chosen(values: Tensor, samples: Tensor) -> Tensor:
-    """Integers of these samples, in a type that torch computes with."""
-    return values[samples].long()
+def _hash(content: Any) -> str:
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
 def integer(name: str, value: Any, low: int, high: int | None = None, of: str = "") -> int:

@@ -24,11 +24,10 @@ from knapformer.cost import Cost, CostSettings
 from knapformer.epoch_order import EpochOrder
 from knapformer.planning import attention_pairs, plan
 from knapformer.sample_values import (
-    SampleMasks,
     checked_integers,
+    checked_masks,
     checked_numbers,
     checked_repeats,
-    chosen,
     described,
     extremes,
     integer,
@@ -88,8 +87,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         chunks = sampler.chunks(step, micro_batch)     # (index, begin, end), in the order of the list
         x = torch.cat([sample[begin:end] for sample, (_, begin, end) in zip(batch, chunks)])
 
-    lengths: tokens of every sample, text and visual, each at least 1: a list, a tensor or an array, such as a memory
-        map, of any integers. An array or a tensor is not copied.
+    lengths: tokens of every sample, text and visual, each at least 1: a list, a tensor or an array of any integers.
     cost, settings: a `Cost`, or its fields as keyword arguments, of which d_model is always needed. The model's
         `routed` is ignored: nothing is routed.
     batch_size: mean number of samples of a rank in a micro-batch.
@@ -185,7 +183,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         if same_shape:
             self._shapes = self._lengths if shapes is None else checked_integers("shapes", shapes, size)
         self._work = None if work is None else checked_numbers("work", work, size, 1 / MAX_MAGNITUDE)
-        self._masks = None if masks is None else SampleMasks.of(masks, self._lengths)
+        self._masks = None if masks is None else checked_masks(masks, self._lengths)
         if self._masks is None and size > 0:
             for extreme in extremes(self._lengths):  # a written mask is of one length
                 attention_pairs(cost.mask, extreme)
@@ -275,13 +273,13 @@ class BalancedBatchSampler(Sampler[list[int]]):
         """The tokens of all ranks in an optimizer step of this pass.
 
         counted: the tokens of every sample that count, such as those that bear a loss, in the form of `lengths`: 0 to
-            the sample's length. None: all. A list is converted in each call; a tensor or an array is not.
+            the sample's length. None: all. All but a tensor or an array of int64 is converted in each call.
         """
         samples = self._samples(self._pass, self._asked(step))
-        lengths = chosen(self._lengths, samples)
+        lengths = self._lengths[samples]
         if counted is None:
             return int(lengths.sum())
-        values = chosen(checked_integers("counted", counted, len(self._lengths)), samples)
+        values = checked_integers("counted", counted, len(self._lengths))[samples]
         for k in ((values < 0) | (values > lengths)).nonzero()[:1].flatten().tolist():
             raise ArgumentError(
                 f"counted: got {values[k]} for sample {samples[k]}, expected 0 to {lengths[k]}, its length"
@@ -306,8 +304,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
         chunks = planned.chunks_on(self._rank, micro_batch)
         held = samples[[sequence for sequence, _, _ in chunks]]
         if self._shapes is not None:
-            own = held[chosen(self._shapes, held).argsort(stable=True)]
-            return [(i, 0, n) for i, n in zip(own.tolist(), chosen(self._lengths, own).tolist(), strict=True)]
+            own = held[self._shapes[held].argsort(stable=True)]
+            return [(i, 0, n) for i, n in zip(own.tolist(), self._lengths[own].tolist(), strict=True)]
         return [(index, begin, end) for index, (_, begin, end) in zip(held.tolist(), chunks, strict=True)]
 
     def groups(self, step: int, micro_batch: int) -> list[list[int]]:
@@ -426,7 +424,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self._plan(none, none)
         lengths, drawn = self._lengths, self._order.repeats if self._order.weights is None else self._order.weights
         if limit > 0 and drawn is not None:
-            lengths = chosen(lengths, drawn.double().nonzero().flatten())
+            lengths = lengths[drawn > 0]
         if limit == 0 or len(lengths) == 0:
             return
         longest = extremes(lengths)[1]
@@ -455,16 +453,15 @@ class BalancedBatchSampler(Sampler[list[int]]):
             done.move_to_end(step)
             return done[step]
         samples = self._samples(of, step)
-        counted = chosen(self._lengths, samples)
+        counted = self._lengths[samples]
         if self._shapes is not None:
-            _, shape = chosen(self._shapes, samples).unique(return_inverse=True)
+            _, shape = self._shapes[samples].unique(return_inverse=True)
             longest = counted.new_zeros(len(samples)).scatter_reduce_(0, shape, counted, "amax")
             counted = longest[shape]
         work = [] if self._work is None else self._by_rank(self._work[samples])
         masks: str | list[list[str]] = "full"
         if self._masks is not None:
-            texts = self._masks.texts
-            masks = [[texts[number] for number in of_rank] for of_rank in self._by_rank(self._masks.numbers[samples])]
+            masks = [[self._masks[sample] for sample in of_rank] for of_rank in self._by_rank(samples)]
         planned = self._plan(self._by_rank(counted), work, masks)
         if not self._allow_empty:
             planned = planned.fill_ranks()
@@ -503,7 +500,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
             places[ids] = micro_batch * self._num_ranks + ranks
         by_place = places.argsort(stable=True)
         by_place = by_place[counted[by_place].argsort(stable=True)]
-        by_shape = chosen(self._shapes, samples).argsort(stable=True)
+        by_shape = self._shapes[samples].argsort(stable=True)
         by_shape = by_shape[counted[by_shape].argsort(stable=True)]
         gathered = torch.empty_like(samples)
         gathered[by_place] = samples[by_shape]
