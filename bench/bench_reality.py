@@ -2,11 +2,13 @@
 
     python bench/bench_reality.py --folder build/bench/reality
     python bench/bench_reality.py --folder build/bench/reality --traces uniform "two sizes"
+    python bench/bench_reality.py --folder build/bench/real --sizes real/coco.json real/laion.json --traces coco laion
 
 Calibrates the model and the exchange between 2 ranks once, then runs `knapformer simulate` for each trace in five ways,
 in turns on the same draws: no balancer, lockstep buckets, a time budget, static sequence parallelism, and the whole
 step planned. Every result is a file in the folder. A trace that has its file is not run again, so the benchmark may be
-stopped at any time. The figures cover all results in the folder:
+stopped at any time. --sizes adds traces of pictures and clips, as docs/real_lengths.py writes them, without captions;
+their tokens are reduced so that the longest has 1,800. The figures cover all results in the folder:
 
     step      predicted over measured seconds of a step
     gain      predicted over measured gain on "no balancer", in work per time: a verdict rests on it. What slows
@@ -28,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from driver import NUM_RANKS, parser_of, write_results
+from knapformer.tools.presets import preset_named
 
 from knapformer import DataMix
 
@@ -68,6 +71,11 @@ TRACES: dict[str, Callable[[random.Random], list[int]]] = {
     "captions": _each(lambda rng: rng.lognormvariate(4.2, 0.6)),
     "log-uniform": _each(lambda rng: 30 * 50 ** rng.random()),
 }
+
+
+def _of_sizes(path: Path) -> Callable[[random.Random], list[int]]:
+    tokens = [preset_named("wan-14b").num_tokens(**size, text_tokens=0) for size in json.loads(path.read_text())]
+    return lambda rng: [max(16, n * 1800 // max(tokens)) for n in rng.choices(tokens, k=NUM_LENGTHS)]
 
 
 def run(*arguments: str) -> None:
@@ -125,12 +133,16 @@ def order_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--folder", type=Path, required=True, help="of results, which are not measured again")
-    parser.add_argument("--traces", nargs="+", choices=list(TRACES), default=list(TRACES), help="which (default: all)")
+    parser.add_argument("--sizes", type=Path, nargs="*", default=[], help="files of widths, heights and frames")
+    parser.add_argument("--traces", nargs="+", help="which, and files by name without .json (default: all)")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each trace (default 3)")
     parser.add_argument("--repeats", type=int, default=2, help="of each step, the best counts (default 2)")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
-    for trace in args.traces:
+    TRACES.update((path.stem, _of_sizes(path)) for path in args.sizes)
+    if unknown := set(args.traces or ()) - set(TRACES):
+        parser.error(f"--traces: got {', '.join(sorted(unknown))}, expected some of {', '.join(TRACES)}")
+    for trace in args.traces or TRACES:
         measure(args.folder, trace, args.steps, args.repeats)
 
     rows, pairs = [], []
