@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
 def _memory(args: argparse.Namespace, source: Source, preset: Preset, planning: Planning) -> tuple[MemoryModel, int]:
     """What a rank's memory holds, and the tokens that fit; 0 where memory is not limited."""
     model = planning.model
-    memory = MemoryModel.of(model, planning.d_model, source.num_ranks)
+    memory = MemoryModel.of(model, planning.d_model, source.num_ranks, cross_attends=preset.text_beside)
     limit_gib = args.memory_gib or DEVICE_GIB.get(args.cluster or Cluster.names()[0])
     max_tokens = 0 if limit_gib is None else memory.max_tokens(limit_gib)
     if limit_gib is not None and max_tokens == 0:

@@ -14,11 +14,10 @@ DEVICE_GIB = {"h100": 76.0, "h200": 134.0, "h100-pcie": 76.0, "b200": 171.0, "a1
 # counted beside them.
 _OPTIMIZER_BYTES = 12
 # Numbers that a block keeps of a token for its backward pass, in units of d_model, without attention's matrix (flash
-# attention): 34 bytes, less 2 of dropout's masks, at 2 a number (Korthikanti et al., arXiv:2205.05198, sec. 4.1).
-_KEPT_PER_TOKEN = (34 - 2) / 2
-# The same of the one block that is computed again and differentiated: what it keeps, and the gradients beside it.
-# Measured on FLUX with an H200 (docs/gpu.md): 506 KiB a token, less 57 inputs of blocks of 6 KiB each.
-_RECOMPUTED_PER_TOKEN = 27
+# attention): FLUX's and Wan's, in bfloat16. On an H200 (docs/gpu.md) FLUX took 506 KiB a token, less 57 inputs of
+# blocks of 6 KiB each, for the one block that is computed again and differentiated.
+_KEPT_PER_TOKEN = 27
+_KEPT_WITH_CROSS_ATTENTION = 45
 # FSDP holds the gathered parameters of this block and the next, and one block's gradients before they are reduced.
 _GATHERED_BLOCKS = 3
 
@@ -31,20 +30,21 @@ class MemoryModel:
     bytes_per_token: float
 
     @classmethod
-    def of(cls, model: TrainedModel, d_model: int, num_ranks: int) -> MemoryModel:
+    def of(cls, model: TrainedModel, d_model: int, num_ranks: int, cross_attends: bool = False) -> MemoryModel:
+        """cross_attends: whether captions enter the blocks by an attention of their own."""
         size = model.element_size
         shards = min(model.shard_ranks, num_ranks)
         trained = 2 * size + _OPTIMIZER_BYTES if model.mode == "training" else size
         block = model.num_parameters / model.num_blocks * size
         fixed = model.num_parameters * trained / shards + _GATHERED_BLOCKS * block
-        kept = _KEPT_PER_TOKEN * d_model * size
+        kept = _KEPT_WITH_CROSS_ATTENTION if cross_attends else _KEPT_PER_TOKEN
         if model.mode == "inference":
             per_token = kept
         elif model.recomputes:  # the inputs of all blocks, and one block whole
-            per_token = (model.num_blocks + _RECOMPUTED_PER_TOKEN) * d_model * size
+            per_token = model.num_blocks + kept
         else:
             per_token = model.num_blocks * kept
-        return cls(fixed, per_token)
+        return cls(fixed, per_token * d_model * size)
 
     def gib(self, tokens: int) -> float:
         """GiB on a rank that holds this many tokens."""
