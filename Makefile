@@ -257,8 +257,7 @@ bench: $(VENV)/.installed $(VENV)/.test $(VENV)/.bench
 	mkdir -p build/bench
 	build/benchmarks/bench/bench_planner --benchmark_out=build/bench/planner.json --benchmark_out_format=json
 	$(BIN)/python bench/bench_exchange.py --json build/bench/exchange.json
-	$(BIN)/python bench/bench_checkpointing.py --json build/bench/checkpointing.json
-	$(BIN)/python bench/bench_simulate.py --json build/bench/simulate.json
+	$(BIN)/python bench/bench_memory.py --json build/bench/memory.json
 	$(BIN)/python bench/bench_reality.py --folder build/bench/reality --json build/bench/reality.json
 	$(BIN)/python bench/bench_hosts.py --json build/bench/hosts.json
 	$(BIN)/python bench/bench_solvers.py --json build/bench/solvers.json

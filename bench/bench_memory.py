@@ -39,12 +39,13 @@ def main() -> None:
     # What tensors free goes back to the system at once, so that resident memory follows them.
     os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     plans = on_ranks(memory_of_plans, args, args.ranks)
-    print("| computed again | plan | tokens of each rank | peak of each, MiB | predicted | highest over predicted |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    print("| computed again | plan | step, s | tokens of each rank | peak, MiB | predicted | highest over predicted |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
     for row in plans:
-        cells = ["/".join(f"{value:.0f}" for value in row[key]) for key in ("tokens", "peak_mib", "predicted_mib")]
+        of_ranks = ["/".join(f"{value:.0f}" for value in row[key]) for key in ("tokens", "peak_mib", "predicted_mib")]
         over = max(row["peak_mib"]) / max(row["predicted_mib"])
-        print(f"| {'blocks' if row['checkpointed'] else 'none'} | {row['plan']} | {' | '.join(cells)} | {over:.2f} |")
+        cells = [row["again"], row["plan"], f"{row['step_s']:.3f}", *of_ranks, f"{over:.2f}"]
+        print(f"| {' | '.join(cells)} |")
     ways = on_ranks(memory_of_checkpointing, args)
     print("| computed again | all-to-alls | MiB after forward |")
     print("| --- | --- | --- |")
@@ -119,8 +120,9 @@ def memory_of_plans(args: argparse.Namespace) -> list[dict[str, Any]]:
             dist.all_gather(of_ranks, found)
             tokens, peaks = torch.stack(of_ranks, 1).tolist()
             mib = [n * predicted.bytes_per_token / 2**20 for n in tokens]
-            row = {"checkpointed": checkpointed, "plan": name, "tokens": tokens, "peak_mib": peaks}
-            rows.append(row | {"predicted_mib": mib})
+            step_s = 0 if plan is None else plan.predicted_time
+            row = {"again": "blocks" if checkpointed else "none", "plan": name, "step_s": step_s, "tokens": tokens}
+            rows.append(row | {"peak_mib": peaks, "predicted_mib": mib})
     return rows
 
 
