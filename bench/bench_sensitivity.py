@@ -18,8 +18,8 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from driver import parser_of, write_results
-from knapformer.tools.doctor.alternatives import Case, alternatives, gain, ranked, sharing, simulate
-from knapformer.tools.ways import Lengths, Planning, micro_batches_of_step
+from knapformer.tools.doctor.alternatives import alternatives, gain, ranked, sharing, simulate
+from knapformer.tools.ways import Draw, Lengths, Planning, micro_batches_of_step
 
 import knapformer
 
@@ -80,9 +80,9 @@ def gamma_rows(num_steps: int) -> list[dict[str, object]]:
     return rows
 
 
-def case_of(planning: Planning, steps: Sequence[Lengths], micro_batches: int, max_tokens: int = 0) -> Case:
+def case_of(planning: Planning, steps: Sequence[Lengths], micro_batches: int, max_tokens: int = 0) -> Draw:
     batches = [micro_batches_of_step(step, micro_batches) for step in steps]
-    return Case(planning, batches, [length for step in steps for lens in step for length in lens], 0, max_tokens)
+    return Draw(planning, batches, [length for step in steps for lens in step for length in lens], 0, max_tokens)
 
 
 def speedups(planning: Planning, steps: Sequence[Lengths], micro_batches: int = 1) -> dict[str, float]:

@@ -220,16 +220,15 @@ def mix_and_ranks(args: argparse.Namespace) -> tuple[DataMix, int]:
     return mix, num_ranks
 
 
-def steps_from(args: argparse.Namespace, first: int, count: int) -> list[list[Lengths]]:
-    """`count` steps of --lengths, from `first` on, cut into --micro-batches: [step][micro-batch][rank]. Raises
-    ArgumentError, OSError."""
+def steps_from(args: argparse.Namespace) -> list[list[Lengths]]:
+    """The first --steps of --lengths, cut into --micro-batches: [step][micro-batch][rank]. Raises ArgumentError,
+    OSError."""
     steps = steps_of(args.lengths)
     if args.ranks is not None and str(args.ranks) != str(len(steps[0])):
         raise ArgumentError(f"--ranks: got {args.ranks!r}, expected {len(steps[0])}, as --lengths has, or none")
-    for option, got, most in (("--step", first, len(steps) - 1), ("--steps", count, len(steps) - first)):
-        if got > most:
-            raise ArgumentError(f"{option}: got {got}, expected at most {most}: --lengths has {len(steps)}")
-    return [micro_batches_of_step(step, args.micro_batches or 1) for step in steps[first : first + count]]
+    if args.steps > len(steps):
+        raise ArgumentError(f"--steps: got {args.steps}, expected at most {len(steps)}: --lengths has {len(steps)}")
+    return [micro_batches_of_step(step, args.micro_batches or 1) for step in steps[: args.steps]]
 
 
 def check_torch() -> None:
@@ -237,6 +236,11 @@ def check_torch() -> None:
     problem = torch_problem()
     if problem is not None:
         raise ArgumentError(problem)
+
+
+def settings_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The values of all options, for the file of a command's results."""
+    return {name: value for name, value in vars(args).items() if name not in ("run", "default_of", "argv", "command")}
 
 
 #: How batches are drawn from data codes.

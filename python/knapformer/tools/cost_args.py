@@ -71,16 +71,15 @@ def planning(
 
 def assumed(args: argparse.Namespace, of: Planning, limit: str | None = None) -> str:
     """One sentence that says what a prediction depends on. limit: of the tokens of a rank; None: as the options say."""
-    cluster, model, is_read = of.cluster, of.model, getattr(args, "plan", None) is not None
-    origin = "the plan's" if is_read else "the default" if of.gamma == DEFAULT_GAMMA else "as given"
-    name = args.cluster or ("of the plan" if is_read else f"{Cluster.names()[0]}, the default")
+    cluster, model = of.cluster, of.model
+    origin = "the default" if of.gamma == DEFAULT_GAMMA else "as given"
+    name = args.cluster or f"{Cluster.names()[0]}, the default"
     if args.calibration is not None:
-        origin, name = origin if is_read else f"measured: {args.calibration}", "calibrated"
+        origin, name = f"measured: {args.calibration}", "calibrated"
     if limit is None and args.max_tokens_per_rank:
         limit = f"at most {args.max_tokens_per_rank:,} tokens of a rank"
     elif limit is None:
-        whole = "" if args.micro_batches is None else ", but of steps planned whole"
-        limit = "the plan's limit of memory, if it has one" if is_read else f"no limit of memory{whole}"
+        limit = "no limit of memory" + ("" if args.micro_batches is None else ", but of steps planned whole")
     heads = f"{model.num_heads} heads" if model.num_heads else "heads as if even"
     fixed = f"{cluster.fixed_s:.3g} s in each step whatever its load" if cluster.fixed_s else "nothing fixed in a step"
     if cluster.fixed_s == Cluster.published().fixed_s:

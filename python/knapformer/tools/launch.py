@@ -90,15 +90,13 @@ def use_device(name: str, threads: int, local_rank: int = 0, num_local: int = 1)
 
 
 @contextlib.contextmanager
-def joined_group(name: str, threads: int, num_ranks: int) -> Iterator[torch.device]:
+def joined_group(name: str, threads: int) -> Iterator[torch.device]:
     """Joins the world that torchrun's environment variables describe; yields this rank's device."""
     import torch.distributed as dist
 
     device = use_device(name, threads, int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=_COLLECTIVE_TIMEOUT)
-    if dist.get_world_size() != num_ranks:
-        raise RuntimeError(f"ranks: got {num_ranks}, expected {dist.get_world_size()}, as were started")
     yield device
     # Not after an error: taking groups apart waits for collectives in flight, which other ranks may never join.
     gc.collect()  # frees objects that still hold a group
@@ -120,7 +118,7 @@ def run_on_ranks(args: argparse.Namespace, num_ranks: int, work: Callable[[torch
     if started_here():
         _end_with_launcher()
     try:
-        with joined_group(args.device, args.threads, num_ranks) as device:
+        with joined_group(args.device, args.threads) as device:
             work(device)
     except BaseException as error:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -136,7 +134,6 @@ def run_on_ranks(args: argparse.Namespace, num_ranks: int, work: Callable[[torch
 def _start_ranks(argv: Sequence[str], num_ranks: int, threads: int) -> None:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     logging.disable()  # the launcher would log, with a traceback, what its errors say already
@@ -169,8 +166,6 @@ def _start_ranks(argv: Sequence[str], num_ranks: int, threads: int) -> None:
         raise StateError(f"rank {rank} failed: {reason.splitlines()[0]}") from None
     except SignalException as error:  # the launcher has ended the ranks
         raise StateError(f"ended by {error.sigval.name}") from None
-    except RendezvousError as error:
-        raise StateError(f"the ranks could not be started: {error}") from None
 
 
 def _end_with_launcher() -> None:

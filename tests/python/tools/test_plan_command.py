@@ -16,9 +16,9 @@ from knapformer import Cluster, DataMix, Plan, TrainedModel, plan, predict_step,
 
 def test_plan_of_a_mix_as_json_is_the_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    args = ["plan", "--topology", "g8n4", *MIXED, "--gamma", "0.41", "--seed", "7", "--step", "3"]
+    args = ["plan", "--topology", "g8n4", *MIXED, "--gamma", "0.41", "--seed", "7"]
     status, out, err = run(capsys, *args, "--json", str(path))
-    lengths = DataMix.parse("mixed").draw_lengths(7, 3, 32)
+    lengths = DataMix.parse("mixed").draw_lengths(7, 0, 32)
     assert (status, err) == (0, "")
     assert Plan.from_json(path.read_text()) == plan(lengths, "g8n4", d_model=3072, gamma=0.41)
     assert os.listdir(tmp_path) == ["plan.json"]
@@ -30,10 +30,10 @@ def test_plan_of_a_mix_as_json_is_the_plan(capsys: pytest.CaptureFixture[str], t
 @pytest.mark.parametrize("sync", ["micro_batch", "step"])
 def test_plan_of_a_whole_step(sync: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "step.json"
-    args = ["plan", "--topology", "g1n32", *MIXED, "--step", "2", "--micro-batches", "3", "--sync", sync]
+    args = ["plan", "--topology", "g1n32", *MIXED, "--micro-batches", "3", "--sync", sync]
     limit = ["--max-tokens-per-rank", "60000"]
     status, out, err = run(capsys, *args, *limit, "--json", str(path))
-    batches = [DataMix.parse("mixed").draw_lengths(0, 6 + k, 32) for k in range(3)]
+    batches = [DataMix.parse("mixed").draw_lengths(0, k, 32) for k in range(3)]
     step = [[length for batch in batches for length in batch[rank]] for rank in range(32)]
     made = plan(step, "g1n32", d_model=3072, micro_batches=3, sync=sync, max_tokens_per_rank=60000)
     assert (status, err) == (0, "") and Plan.from_json(path.read_text()) == made
@@ -116,25 +116,20 @@ def test_nothing_is_written_where_no_step_is_predicted(
     """Not a file without points."""
     monkeypatch.chdir(tmp_path)
     contents = {
-        "step": plan([[40, 3], [5]], "g2n1", d_model=8, micro_batches=2).to_json(),
-        "nothing": plan([[], []], "g2n1", d_model=8).to_json(),
-        "lengths": "[[], []]",
+        "step": plan([[40, 3], [5]], "g2n1", d_model=8, micro_batches=2).to_json(), "lengths": "[[], []]",
         "steps": "[[40, 3], [5]]",
-    }
+    }  # fmt: skip
     for name, content in contents.items():
         (tmp_path / f"{name}.json").write_text(content)
     lengths = ["--lengths", "lengths.json", "--topology", "g2n1"]
     step = ["--lengths", "steps.json", "--topology", "g2n1", "--micro-batches", "2", "--sync", "step"]
-    for source in (
-        ["--from", "step.json"],
-        ["--from", "nothing.json"],
-        lengths,
-        [*lengths, "--micro-batches", "2"],
-        step,
-    ):
+    for source, got in (
+        (["--from", "step.json"], "one beside a plan"), (lengths, "one where nothing is predicted"),
+        ([*lengths, "--micro-batches", "2"], "one where nothing"), (step, "one where nothing is predicted"),
+    ):  # fmt: skip
         status, out, err = run(capsys, "plan", *source, "--predictions", "x.json", "--json", "plan.json")
         assert (status, out) == (2, "") and err.count("\n") == 1
-        assert "knapformer plan: --predictions: got one where nothing is predicted" in err
+        assert f"knapformer plan: --predictions: got {got}" in err
         assert len(os.listdir(tmp_path)) == len(contents)
     status, out, _ = run(capsys, "plan", "--from", "step.json", "--json", "-")
     assert status == 0 and out.strip() == contents["step"].strip()

@@ -182,13 +182,9 @@ def test_lengths_from_a_file_are_those_of_steps(tmp_path, capsys):
     assert _predict(*arguments, "--steps", "2") == 0
     mean_s = statistics.fmean(predict_step(kf.plan(lens, "g2n1", d_model=3072)).total_s for lens in steps)
     assert json.loads(target.read_text())["points"][1]["total_s"] == pytest.approx(mean_s)
-    assert _predict(*arguments, "--step", "1") == 0
-    one_s = predict_step(kf.plan(steps[1], "g2n1", d_model=3072)).total_s
-    assert json.loads(target.read_text())["points"][1]["total_s"] == pytest.approx(one_s)
     capsys.readouterr()
     for options, message in (
         (["--steps", "3"], "--steps: got 3, expected at most 2: --lengths has 2"),
-        (["--step", "2"], "--step: got 2, expected at most 1"),
         (["--ranks", "4"], "--ranks: got '4', expected 2"),
     ):
         assert _predict(*arguments, *options) == 2

@@ -112,7 +112,7 @@ def test_what_others_do_is_measured_beside(tmp_path: Path) -> None:
     )  # fmt: skip
     results = json.loads(out.read_text())
     none, buckets, budget, static = results["variants"]
-    assert results["settings"]["lengths"] == 40 and results["data_codes"] is None
+    assert results["settings"]["num_lengths"] == 40 and results["data_codes"] is None
     assert static["loss_difference"] < 1e-4 and static["gradient_difference"] < 1e-4  # the same samples, shared
     assert "loss_difference" not in buckets and "loss_difference" not in budget
     assert static["work"] == none["work"] == 1 and static["wir"] == pytest.approx(1, abs=0.05)

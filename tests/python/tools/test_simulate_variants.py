@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import statistics
 from typing import Any
 
 import pytest
@@ -36,14 +37,15 @@ def work(*seq_lens: int) -> float:
 
 def test_figures_by_hand() -> None:
     baseline, balanced = variants()
-    highest_before = work(100, 20) + max(work(40), work(40, 60))
-    # Two ranks share every sequence evenly.
-    highest_after = (work(100, 20, 20) + work(40, 40, 60)) / 2
+    befores = [work(100, 20), max(work(40), work(40, 60))]
+    afters = [work(100, 20, 20) / 2, work(40, 40, 60) / 2]  # two ranks share every sequence evenly
     got = figures(balanced, baseline, MODEL, peak_tflops=10.0)
     assert got["fbl_s"] == 1.5 and got["fbl_median_s"] == 1.5 and got["fbl_per_step_s"] == [2.0, 1.0]
     assert got["speed_up"] == 2.0 and got["speed_up_median"] == 2.0
-    assert got["promised_speed_up"] == pytest.approx(highest_before / highest_after)
-    assert got["share_of_promise"] == pytest.approx(2.0 / (highest_before / highest_after))
+    assert got["promised_speed_up"] == pytest.approx(sum(befores) / sum(afters))
+    assert got["share_of_promise_median"] == pytest.approx(
+        statistics.mean(2 / (a / b) for a, b in zip(befores, afters, strict=True))
+    )
     assert got["tokens_per_s"] == pytest.approx((140 + 140) / 2 / 1.5)
     assert got["hfu"] == pytest.approx(4 * (work(100, 20, 20) + work(40, 40, 60)) / 2 * 5 / (1.5 * 2 * 10e12))
     assert got["tokens_moved"] == pytest.approx(0.5) and got["max_tokens_per_rank"] == 70
@@ -224,10 +226,8 @@ def test_a_limit_that_a_later_step_cannot_keep_is_refused_before_any_rank_starts
     [
         ({"num_ranks": 3}, "ranks: got 3"),
         ({"topologies": ()}, "topology: got none"),
-        ({"ways": ("static_4",)}, "way: got 'static_4', expected each once of buckets, time_budget, static_2 on 2"),
-        ({"ways": ("buckets", "buckets")}, "way: got 'buckets'"),
+        ({"ways": ("static_4",)}, "way: got 'static_4', expected one that 2 ranks allow"),
         ({"micro_batches": 2, "max_tokens_per_rank": 3}, "max_tokens_per_rank: got 3"),
-        ({"topologies": ("g2n1", "g2n1")}, "topology: got 'g2n1' twice"),
         ({"num_ranks": 4, "topologies": ("g3n1",)}, "topology: got 'g3n1'"),
         ({"topologies": ("g2/1n1",), "solver": "greedy"}, "solver: got 'greedy' for topology g2/1n1, expected flat"),
     ],

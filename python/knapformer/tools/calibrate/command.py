@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from knapformer import ArgumentError, attention_pairs
 from knapformer.tools import cli_args
 from knapformer.tools.cli_args import add
 from knapformer.tools.launch import check_ranks, run_on_ranks, started_ranks, use_device
-from knapformer.tools.sample_files import lengths_of
 
 _NUM_LENGTHS = 7
 # Attention's FLOPs over those of the matrix products, l / 6 d, at the shortest and the longest length.
@@ -31,9 +29,8 @@ def add_parser(subparsers: Any) -> None:
     )  # fmt: skip
     add(parser, "--d-model", help="with --block: its width, in features")
     add(
-        parser, "--lengths", metavar="N,N,...|FILE",
-        help="tokens, such as 256,512,...,16384, or samples as other commands take them, over whose range 7 lengths "
-        "are measured (default: 7, by the model's width)",
+        parser, "--lengths", metavar="N,N,...",
+        help="tokens, such as 256,512,...,16384 (default: 7 lengths, by the model's width)",
     )  # fmt: skip
     add(parser, "--mask", default=None, help="that attention has where gamma is fitted (default: the model's)")
     ranks = "local ranks to start: with 2 or more the all-to-all between them is measured too (default 1)"
@@ -63,17 +60,14 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _lengths(given: str | None, d_model: int) -> list[int]:
-    """As --lengths gives them: in equal ratios, over the range of a file's samples; by default from where attention is
-    a seventieth of the matrix products to where it is nearly as much. Raises ArgumentError, OSError."""
-    if given is not None and not Path(given).exists():
+    """Of --lengths; by default in equal ratios, from where attention is a seventieth of the matrix products to where it
+    is nearly as much. Raises ArgumentError."""
+    if given is not None:
         lengths = cli_args.counts(given, "--lengths", 1 << 24)
     else:
         low, high = (6 * d_model * share for share in _ATTENTION_SHARES)
-        if given is not None:
-            samples = lengths_of(given)
-            low, high = min(samples), max(samples)
         ratio = (high / low) ** (1 / (_NUM_LENGTHS - 1))
-        lengths = sorted({max(1, round(low * ratio**i)) for i in range(_NUM_LENGTHS)})
+        lengths = [max(1, round(low * ratio**i)) for i in range(_NUM_LENGTHS)]
     if len(set(lengths)) < 2:
         raise ArgumentError(f"--lengths: got {len(set(lengths))} lengths, expected at least 2 distinct ones")
     return lengths

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
 import os
+import pkgutil
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -122,15 +122,12 @@ def _load_own_block(
     arguments of its forward pass. The block returns a tensor, or a tuple of them. Raises ArgumentError where there is
     no such function, or it returns something else.
     """
-    module_name, colon, name = spec.partition(":")
-    if not (module_name and colon and name):
-        raise ArgumentError(f"--block: got {spec!r}, expected module:function")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        make = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
-        raise ArgumentError(f"--block: got {spec!r}: {error}") from None
+        make = pkgutil.resolve_name(spec)
+    except (ValueError, ImportError, AttributeError) as error:
+        raise ArgumentError(f"--block: got {spec!r}, expected module:function: {error}") from None
     made = make(device, dtype)
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1])):
         raise ArgumentError(f"--block: {spec}: got {type(made).__name__}, expected (block, function of lengths)")
@@ -139,7 +136,7 @@ def _load_own_block(
 
 def _time_exchanges(device: torch.device) -> dict[str, ExchangeTimes]:
     """Exchanges inside the node and between nodes, where this world has them, by Calibration's field. Collective."""
-    groups = zip(("node", "network"), node_groups(int(os.environ["LOCAL_WORLD_SIZE"])), strict=True)
+    groups = zip(("node", "network"), node_groups(int(os.environ["LOCAL_WORLD_SIZE"]), device), strict=True)
     sizes = _EXCHANGE_SIZES[device.type]
     return {name: time_exchanges(sizes, device, _EXCHANGE_ROUNDS, group) for name, group in groups if group is not None}
 

@@ -9,7 +9,7 @@ import bisect
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,20 +29,6 @@ from knapformer.tools.ways import (
 _MAX_BUCKETS = 32
 # Of topologies: a larger sample changes their order by less than the predictions' error.
 _MAX_STEPS, MAX_BATCHES = 2, 4
-
-
-@dataclass(frozen=True)
-class Case(Draw):
-    """What is simulated. limit_is_given: whether max_tokens is the user's --max-tokens-per-rank, and not what fits in
-    memory. watch: is called with the name of each alternative that is simulated."""
-
-    limit_is_given: bool = False
-    watch: Callable[[str], object] = str
-
-    @property
-    def too_much(self) -> str:
-        """What is said of an alternative that needs more than max_tokens."""
-        return f"does not keep --max-tokens-per-rank {self.max_tokens}" if self.limit_is_given else "does not fit"
 
 
 @dataclass(frozen=True)
@@ -81,13 +67,10 @@ def _bucket_tops(pool: Sequence[int]) -> list[int]:
 
 
 def _padded(length: int, tokens: int) -> int:
-    """A sample that is padded to so many tokens. A written mask is of its own length: then its share of pairs stays."""
+    """A sample that is padded to so many tokens. Of a mask of its own the share of pairs stays."""
     if not isinstance(length, MaskedLength):
         return tokens
-    try:
-        return MaskedLength(tokens, length.mask)
-    except ArgumentError:
-        return MaskedLength(tokens, f"density:{attention_pairs(length.mask, length) / length**2:.17f}")
+    return MaskedLength(tokens, f"density:{attention_pairs(length.mask, length) / length**2:.17f}")
 
 
 def lockstep_buckets(draw: Draw) -> Iterator[Step]:
@@ -202,11 +185,11 @@ def baselines(num_ranks: int) -> list[Alternative]:
     ]  # fmt: skip
 
 
-def alternatives(case: Case, topologies: Sequence[str]) -> list[Alternative]:
+def alternatives(draw: Draw, topologies: Sequence[str]) -> list[Alternative]:
     """The baselines that these ranks allow, then this project's. topologies: of the balancer in the model."""
-    sampler = planned_whole(f"g1n{case.num_ranks}", routed=False)
+    sampler = planned_whole(f"g1n{draw.num_ranks}", routed=False)
     change = "the loader's sampler, and how the loss is weighed"
-    found = [*baselines(case.num_ranks), Alternative("sampler", "BalancedBatchSampler", sampler, change)]
+    found = [*baselines(draw.num_ranks), Alternative("sampler", "BalancedBatchSampler", sampler, change)]
     for topology in topologies:
         largest = topology[1:].partition("n")[0].partition("/")[0]
         ranks, shared = (f"1-{largest}", f"long samples shared by up to {largest} ranks")
@@ -272,18 +255,20 @@ def work_s(step: Step) -> float:
     return step.own_share * step.figures["ideal_s"]
 
 
-def simulate(alternative: Alternative, case: Case) -> Result:
+def simulate(alternative: Alternative, draw: Draw) -> Result:
     """Simulates all steps, of which the figures are kept, and not the plans."""
     steps: list[Step] = []
-    case.watch(alternative.name)
     try:
-        for step in alternative.steps(case):
+        for step in alternative.steps(draw):
             step.figures  # noqa: B018  computed while there are plans
             step.plans, step.whole = (), None
             steps.append(step)
-        return Result(alternative, steps)
+        result = Result(alternative, steps)
     except ArgumentError as error:  # a limit that cannot be kept
         return Result(alternative, [], str(error))
+    if not 0 < draw.max_tokens < result.max_tokens:
+        return result
+    return Result(alternative, [], f"{result.max_tokens:,} tokens on a rank, expected at most {draw.max_tokens:,}")
 
 
 def gain(one: Result, other: Result) -> tuple[float, float]:

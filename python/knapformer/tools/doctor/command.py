@@ -10,16 +10,16 @@ from knapformer import ArgumentError, Cluster
 from knapformer.tools import cli_args, cost_args
 from knapformer.tools.cli_args import add
 from knapformer.tools.columns import MEANINGS
-from knapformer.tools.doctor.alternatives import Case, Result, alternatives, baselines, ranked, sharing, simulate
+from knapformer.tools.doctor.alternatives import Result, alternatives, baselines, ranked, sharing, simulate
 from knapformer.tools.doctor.findings import Findings
 from knapformer.tools.doctor.memory import DEVICE_GIB, MemoryModel
 from knapformer.tools.doctor.source import Source
-from knapformer.tools.doctor.verdict import NUM_UNSURE, decide
+from knapformer.tools.doctor.verdict import decide
 from knapformer.tools.files import write_json
 from knapformer.tools.measure.progress import Progress
 from knapformer.tools.presets import DEFAULT_PRESET, PRESETS, Preset, preset_named
 from knapformer.tools.sample_files import FORMATS
-from knapformer.tools.ways import Planning
+from knapformer.tools.ways import Draw, Planning
 
 #: The exit status where findings are printed, but more than 5 % of the rows could not be read.
 MANY_LEFT_OUT = 3
@@ -88,30 +88,22 @@ def run(args: argparse.Namespace) -> int:
     )
     source = Source(args, preset)
     num_ranks = source.num_ranks
-    # Topologies, alternatives, and how sure it is.
-    with Progress(1 + len(baselines(num_ranks)) + 3 + NUM_UNSURE, enabled=sys.stderr.isatty()) as progress:
-
-        def watch(name: str) -> None:
-            progress.advance()
-            progress.describe(f"simulating {name}")
-
+    if args.now not in (of.key for of in baselines(num_ranks)):
+        raise ArgumentError(f"--now: got {args.now}, expected an alternative that {num_ranks} ranks allow")
+    with Progress(len(baselines(num_ranks)) + 3, enabled=sys.stderr.isatty()) as progress:
         progress.describe(f"drawing samples, and comparing topologies, for {num_ranks:,} ranks")
-        batches = source.batches(args.micro_batches)
         memory, fit = _memory(args, source, preset, planning)
-        given = args.max_tokens_per_rank
-        case = Case(
-            planning, batches, source.pool, args.seed,
-            min(filter(None, (fit, given)), default=0), limit_is_given=bool(given) and (not fit or given <= fit),
-            watch=watch,
-        )  # fmt: skip
+        max_tokens = min(filter(None, (fit, args.max_tokens_per_rank)), default=0)
+        draw = Draw(planning, source.batches(args.micro_batches), source.pool, args.seed, max_tokens)
         cost_args.warn_if_far(args, planning, [[list(source.pool)]])
-        ranking = ranked(case)
-        results = [_within(simulate(of, case), case) for of in alternatives(case, sharing(ranking))]
-        now = next((result for result in results if result.alternative.key == args.now), None)
-        if now is None:
-            raise ArgumentError(f"--now: got {args.now}, expected an alternative that {num_ranks} ranks allow")
-        verdict = decide(results, now, case, f"{preset.name} on {num_ranks:,} ranks")
-    found = Findings(args, source, preset, case, memory, results, verdict, ranking)
+        ranking, results = ranked(draw), list[Result]()
+        for alternative in alternatives(draw, sharing(ranking)):
+            progress.describe(f"simulating {alternative.name}")
+            results.append(simulate(alternative, draw))
+            progress.advance()
+        now = next(result for result in results if result.alternative.key == args.now)
+        verdict = decide(results, now, draw, f"{preset.name} on {num_ranks:,} ranks")
+    found = Findings(args, source, preset, draw, memory, results, verdict, ranking)
     write_json(args.json, found.to_dict())
     if args.json != "-":
         found.print()
@@ -133,11 +125,3 @@ def _memory(args: argparse.Namespace, source: Source, preset: Preset, planning: 
             f"each, expected at most {limit_gib:g} (--memory-gib): name another --model, or --mode lora, or more ranks"
         )
     return memory, max_tokens
-
-
-def _within(result: Result, case: Case) -> Result:
-    max_tokens = case.max_tokens
-    if result.problem is None and max_tokens and result.max_tokens > max_tokens:
-        fit = "" if case.limit_is_given else f", {max_tokens:,} fit"
-        return Result(result.alternative, [], f"{result.max_tokens:,} tokens on a rank{fit}")
-    return result

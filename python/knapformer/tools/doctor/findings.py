@@ -15,12 +15,13 @@ from knapformer import TopologyOption, attention_pairs
 from knapformer._core import DEFAULT_GAMMA
 from knapformer.tools import cost_args
 from knapformer.tools.columns import has_masks
-from knapformer.tools.doctor.alternatives import MAX_BATCHES, Case, Result, gain
+from knapformer.tools.doctor.alternatives import MAX_BATCHES, Result, gain
 from knapformer.tools.doctor.memory import MemoryModel
 from knapformer.tools.doctor.source import Source
 from knapformer.tools.doctor.verdict import Verdict
 from knapformer.tools.files import cells_of, show, table_of
 from knapformer.tools.presets import DEFAULT_PRESET, Preset
+from knapformer.tools.ways import Draw
 
 _HEADINGS = ("step s", "speed", "hours", "wait", "GB", "GiB")
 _TOPOLOGY = {
@@ -36,7 +37,7 @@ class Findings:
     args: argparse.Namespace
     source: Source
     preset: Preset
-    case: Case
+    draw: Draw
     memory: MemoryModel
     results: Sequence[Result]
     verdict: Verdict
@@ -57,7 +58,7 @@ class Findings:
     def _figures_of(self, result: Result) -> dict[str, Any]:
         if result.problem is not None:
             return {"problem": result.problem}
-        seconds, samples, num_ranks = result.mean("total_s"), result.mean("samples"), self.case.num_ranks
+        seconds, samples, num_ranks = result.mean("total_s"), result.mean("samples"), self.draw.num_ranks
         of_work = result.work_s / result.efficiency  # seconds that the samples' work takes this way
         speedup, error = gain(result, self.verdict.now) if self.verdict.now.problem is None else (None, math.nan)
         between = result.mean("route_bytes_between_nodes", "attention_bytes_between_nodes")
@@ -79,7 +80,7 @@ class Findings:
     @cached_property
     def share_of_pairs(self) -> float:
         """Of all (query, key) pairs of the samples, those that their masks leave."""
-        mask_of, counts = self.case.planning.mask_of, Counter(self.source.pool)
+        mask_of, counts = self.draw.planning.mask_of, Counter(self.source.pool)
         left = sum(count * attention_pairs(mask_of(length), length) for length, count in counts.items())
         return left / sum(count * length**2 for length, count in counts.items())
 
@@ -91,42 +92,40 @@ class Findings:
 
     @cached_property
     def topologies(self) -> list[dict[str, Any]]:
+        """Best first. Of those that cannot be planned the figures are None."""
         return [self._topology(option) for option in self.ranking]
 
-    def _topology(self, option: TopologyOption) -> dict[str, Any]:
+    def _topology(self, of: TopologyOption) -> dict[str, Any]:
         figures = {
-            "predicted_time_s": option.predicted_time,
-            "over_ideal": option.efficiency_loss,
-            "exchanged_fraction": option.exchanged_fraction,
-            "max_tokens_over_mean": option.max_tokens_over_mean,
-        }
-        kept = math.isfinite(option.predicted_time)  # JSON has no infinity
-        return {"topology": option.topology, **(figures if kept else dict.fromkeys(figures)), "reason": option.reason}
+            "predicted_time_s": of.predicted_time, "over_ideal": of.efficiency_loss,
+            "exchanged_fraction": of.exchanged_fraction, "max_tokens_over_mean": of.max_tokens_over_mean,
+        }  # fmt: skip
+        figures = figures if math.isfinite(of.predicted_time) else dict.fromkeys(figures)
+        return {"topology": of.topology, **figures, "reason": of.reason}
 
     def to_dict(self) -> dict[str, Any]:
-        source, case, verdict, planning = self.source, self.case, self.verdict, self.case.planning
+        source, draw, verdict, planning = self.source, self.draw, self.verdict, self.draw.planning
         return {
             "format": "knapformer.diagnosis",
             "version": 1,
             "verdict": self.verdict_text,
             "take": verdict.taken.alternative.key if verdict.is_worth_it else None,
             "now": verdict.now.alternative.key,
-            "faster_with_other_samples": [of.alternative.key for of in verdict.faster],
             "speedup": [verdict.low, verdict.speedup, verdict.high],
             "source": source.description,
             "rows": source.samples.num_rows,
             "bad_rows": source.samples.bad_rows,
             "model_name": self.preset.name,
             "ranks": source.num_ranks,
-            "batch_size": case.batch_size,
-            "micro_batches": case.micro_batches,
-            "steps": len(case.batches),
-            "seed": case.seed,
+            "batch_size": draw.batch_size,
+            "micro_batches": draw.micro_batches,
+            "steps": len(draw.batches),
+            "seed": draw.seed,
             "d_model": planning.d_model,
             "gamma": planning.gamma,
             "mask": planning.mask,
             "share_of_pairs": self.share_of_pairs,
-            "max_tokens_that_fit": case.max_tokens or None,
+            "max_tokens_that_fit": draw.max_tokens or None,
             **cost_args.settings_dict(planning),
             "alternatives": [
                 {"key": of.alternative.key, "change": of.alternative.change, "effect": of.alternative.effect, **row}
@@ -136,12 +135,12 @@ class Findings:
         }
 
     def print(self) -> None:
-        source, case, verdict, lens = self.source, self.case, self.verdict, self.source.pool
+        source, draw, verdict, lens = self.source, self.draw, self.verdict, self.source.pool
         hours = f"of the {source.num_samples:,} samples" if source.num_samples else "of a million samples"
         parts: list[Any] = [self.verdict_text]
         if verdict.is_worth_it:
             parts.append(f"What to change: {self._what_to_change()}")
-        parts += filter(None, (verdict.aside(), "" if source.samples.many_left_out else source.samples.left_out()))
+        parts += filter(None, ["" if source.samples.many_left_out else source.samples.left_out()])
         parts += [
             f"Samples: {source.description}, median {statistics.median(lens):,.0f} tokens, longest {max(lens):,}.",
             "",
@@ -154,8 +153,8 @@ class Findings:
             "balancer, 1-N ranks: in the model; long samples are shared by up to N ranks. N ranks: every sample is, by "
             "N.",
         ]
-        parts += [f"{r.alternative.name} {case.too_much}: {r.problem}." for r in self.results if r.problem is not None]
-        of_drawn = case.batch_size * case.num_ranks * case.micro_batches or 1
+        parts += [f"{r.alternative.name} does not fit: {r.problem}." for r in self.results if r.problem is not None]
+        of_drawn = draw.batch_size * draw.num_ranks * draw.micro_batches or 1
         for result in self.results:
             if result.alternative.effect and result.problem is None:
                 ratio = f"{result.mean('samples') / of_drawn:.2g}"
@@ -179,19 +178,19 @@ class Findings:
 
     def _what_to_change(self) -> str:
         """In code where it is this project's."""
-        of, case, model = self.verdict.taken.alternative, self.case, f"diffusers' {self.preset.transformer}"
-        planning, masks = case.planning, has_masks([self.source.pool])
+        of, draw, model = self.verdict.taken.alternative, self.draw, f"diffusers' {self.preset.transformer}"
+        planning, masks = draw.planning, has_masks([self.source.pool])
         is_masked = masks or planning.mask != "full"
         takes = "" if is_masked else self.preset.transformer  # these compute full attention
         settings = "" if planning.gamma == DEFAULT_GAMMA else f", gamma={planning.gamma:.3g}"
         settings += f", mask={planning.mask!r}" if is_masked and not masks else ""
-        settings += f", max_tokens_per_rank={case.max_tokens}" if case.max_tokens else ""
+        settings += f", max_tokens_per_rank={draw.max_tokens}" if draw.max_tokens else ""
         if of.key == "sampler":
             packs = f"knapformer.balance(transformer), so that {model} takes samples of any sizes; " if takes else ""
             return (
                 "in the data loader, batch_sampler=knapformer.BalancedBatchSampler(lengths, "
-                f"batch_size={max(1, round(case.batch_size))}, d_model={planning.d_model}, "
-                f"micro_batches={case.micro_batches}{settings}{', masks=masks' * masks}); {packs}losses weighed with "
+                f"batch_size={max(1, round(draw.batch_size))}, d_model={planning.d_model}, "
+                f"micro_batches={draw.micro_batches}{settings}{', masks=masks' * masks}); {packs}losses weighed with "
                 "knapformer.losses.token_mean."
             )
         if not of.topology:
@@ -202,7 +201,7 @@ class Findings:
             settings += f", model=knapformer.TrainedModel(num_heads={planning.model.num_heads}, cuts_queries=True)"
         balancer = f'knapformer.SequenceBalancer("{of.topology}"{width}{settings})'
         whole = " Plan the micro-batches of a step together: plan_routing(..., micro_batches=K)."
-        whole = whole if case.micro_batches > 1 else ""
+        whole = whole if draw.micro_batches > 1 else ""
         if takes:
             return (
                 f"knapformer.balance(transformer, {balancer}), where transformer is {model}; then call it with a list "
@@ -213,21 +212,19 @@ class Findings:
         return f"the model calls {calls} and reverse_route of balancer = {balancer}{given}.{whole}"
 
     def _assumed(self) -> list[str]:
-        source, case, preset = self.source, self.case, self.preset
+        source, draw, preset = self.source, self.draw, self.preset
         default = ", the default of --model" if preset.name == DEFAULT_PRESET else ""
-        limit = f"{case.max_tokens:,} tokens of a rank fit in memory" if case.max_tokens else "memory is not limited"
-        if case.limit_is_given:
-            limit = f"at most {case.max_tokens:,} tokens of a rank (--max-tokens-per-rank)"
+        limit = f"at most {draw.max_tokens:,} tokens of a rank" if draw.max_tokens else "memory is not limited"
         lines = [
-            cost_args.assumed(self.args, case.planning, limit),
-            f"Model: {preset.name}{default}, of width {case.planning.d_model}. Ranks: {source.num_ranks:,}, "
-            f"{digits(case.batch_size)} samples x {case.micro_batches} micro-batches each; FSDP2: ranks wait in every "
+            cost_args.assumed(self.args, draw.planning, limit),
+            f"Model: {preset.name}{default}, of width {draw.planning.d_model}. Ranks: {source.num_ranks:,}, "
+            f"{digits(draw.batch_size)} samples x {draw.micro_batches} micro-batches each; FSDP2: ranks wait in every "
             "micro-batch.",
         ]
         if self.share_of_pairs < 1:
             lines.append(f"Masks leave {self.share_of_pairs:.1%} of the samples' (query, key) pairs.")
         if source.fewer_steps:
-            lines.append(f"Simulated: {len(case.batches)} steps, since a step has so many samples (--steps for more).")
+            lines.append(f"Simulated: {len(draw.batches)} steps, since a step has so many samples (--steps for more).")
         return lines
 
 

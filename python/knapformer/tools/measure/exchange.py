@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from knapformer import SequenceBalancer
 from knapformer.tools.measure.timing import Work, measured_rounds
@@ -55,19 +56,11 @@ def time_exchanges(
     return ExchangeTimes(num_ranks, sent, (slowest.median(1).values / 2).tolist())
 
 
-def node_groups(num_local: int) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+def node_groups(num_local: int, device: torch.device) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
     """This rank's group inside its node, and its group with one rank of each node; None where it would be alone.
 
     Collective over the world, whose nodes have `num_local` consecutive ranks each.
     """
-    world = dist.get_world_size()
-    num_nodes = world // num_local
-    backend = dist.get_backend_config()
-    node = network = None
-    if num_local > 1:
-        ranks = [list(range(n * num_local, (n + 1) * num_local)) for n in range(num_nodes)]
-        node, _ = dist.new_subgroups_by_enumeration(ranks, backend=backend)
-    if num_nodes > 1:
-        ranks = [list(range(i, world, num_local)) for i in range(num_local)]
-        network, _ = dist.new_subgroups_by_enumeration(ranks, backend=backend)
+    mesh = init_device_mesh(device.type, (dist.get_world_size() // num_local, num_local))
+    node, network = (mesh.get_group(dim) if mesh.size(dim) > 1 else None for dim in (1, 0))
     return node, network

@@ -9,11 +9,11 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from knapformer import ArgumentError, Cluster, DataMix, Plan, Topology, plan_home
+from knapformer import ArgumentError, Cluster, DataMix, Plan, Topology
 from knapformer.tools import cli_args, cost_args
 from knapformer.tools.cli_args import OF_DRAW, add, refuse
 from knapformer.tools.files import cells_of, show, table_of, write, write_json
@@ -41,8 +41,8 @@ _POINT = {
 }  # fmt: skip
 # Options that a plan from a file has fixed already.
 _OF_PLANNING = (
-    "topology", "ranks", "micro_batches", "sync", "step", "steps", *OF_DRAW, "solver", "effort", "gamma", "d_model",
-    "mask", "max_tokens_per_rank", "rank_speed",
+    "topology", "ranks", "micro_batches", "sync", "steps", *OF_DRAW, "solver", "effort", "gamma", "d_model", "mask",
+    "max_tokens_per_rank", "rank_speed", "predictions",
 )  # fmt: skip
 
 
@@ -62,7 +62,6 @@ def add_parser(subparsers: Any) -> None:
         help="such as 32,128,...,16384; dots go on by the same factor (default: those of --data or --lengths)",
     )  # fmt: skip
     add(parser, "--micro-batches", "--sync")
-    add(parser, "--step", type=cli_args.integer(0, 2**62), default=0, help="the first (default 0)")
     add(parser, "--steps", default=1, help="whose predicted times are averaged (default 1)")
     add(parser, *cli_args.DRAW, "--solver", "--effort")
     cli_args.add_gamma(parser)
@@ -79,17 +78,19 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    planning, plan, points, took = (_from_lengths if args.plan is None else _from_file)(args)
+    if args.plan is not None:
+        refuse(args, _OF_PLANNING, "a plan", "which has its own")
+        plan = Plan.from_json(Path(args.plan).read_text(encoding="utf-8", errors="replace"))
+        of = cost_args.planning(args, plan, d_model=plan.d_model, gamma=plan.workload.gamma)
+        plan = plan.on(of.cluster, of.model)
+        _write(args, plan)
+        if args.json != "-":
+            _print_made(plan, f"{plan.solver}, from {args.plan}")
+        return
+    planning, plan, points, took = _planned(args)
     if args.predictions is not None and not points:
-        raise ArgumentError(
-            "--predictions: got one where nothing is predicted, expected sequences, and no --sync step or plan of "
-            "micro-batches"
-        )
-    if args.report is not None:
-        from knapformer.tools.plan.report import write_report
-
-        write_report(args.report, plan)
-    write(args.json, plan.to_json())
+        raise ArgumentError("--predictions: got one where nothing is predicted, expected sequences, and no --sync step")
+    _write(args, plan)
     if args.predictions is not None:
         options = ("micro_batches", "max_tokens_per_rank", "seed")
         write_json(args.predictions, {
@@ -114,22 +115,16 @@ def run(args: argparse.Namespace) -> None:
     show(cost_args.assumed(args, planning))
 
 
-# What is planned with, the plan, predicted points, and how the plan was made: '' where it is one of several.
-_Made = tuple[Planning, Plan, list[Point], str]
+def _write(args: argparse.Namespace, plan: Plan) -> None:
+    if args.report is not None:
+        from knapformer.tools.plan.report import write_report
+
+        write_report(args.report, plan)
+    write(args.json, plan.to_json())
 
 
-def _from_file(args: argparse.Namespace) -> _Made:
-    refuse(args, _OF_PLANNING, "a plan", "which has its own")
-    plan = Plan.from_json(Path(args.plan).read_text(encoding="utf-8", errors="replace"))
-    planning = cost_args.planning(args, plan, d_model=plan.d_model, gamma=plan.workload.gamma, solver=plan.solver)
-    plan, points = plan.on(planning.cluster, planning.model), list[Point]()
-    if plan.num_micro_batches == 1 and plan.num_tokens:
-        ways = ((plan_home(plan), "none"), (plan, str(plan.topology)))
-        points = [_point([Step([of])], name, args) for of, name in ways]
-    return planning, plan, points, f"{plan.solver}, from {args.plan}"
-
-
-def _from_lengths(args: argparse.Namespace) -> _Made:
+def _planned(args: argparse.Namespace) -> tuple[Planning, Plan, list[Point], str]:
+    """What is planned with, the plan, predicted points, and how the plan was made: '' where it is one of several."""
     if args.topology is None:
         raise ArgumentError("--topology: got none, expected bags of ranks such as g8n4, or auto")
     if args.lengths is not None:
@@ -148,7 +143,7 @@ def _from_lengths(args: argparse.Namespace) -> _Made:
     first = next(draws)
     cost_args.warn_if_far(args, planning, first.batches[0])
     has_tokens = any(lens for of_ranks in first.batches[0] for lens in of_ranks)
-    plan, elapsed_s = _first_plan(args, replace(first, batches=first.batches[:1]))
+    plan, elapsed_s = _first_plan(args, first)
     points = []
     if args.sync == "micro_batch" and has_tokens:
         points = [point for draw in (first, *draws) for point in _points(args, draw)]
@@ -157,15 +152,14 @@ def _from_lengths(args: argparse.Namespace) -> _Made:
 
 def _source(args: argparse.Namespace) -> tuple[list[int], Callable[[int], list[list[Lengths]]]]:
     """The numbers of ranks, and the batches of the steps on such a number, [step][micro-batch][rank]."""
-    ranks = None if args.ranks is None else cli_args.counts(args.ranks, "--ranks", cli_args.MAX_RANKS)
     if args.lengths is not None:
-        steps = cli_args.steps_from(args, args.step, args.steps)
+        steps = cli_args.steps_from(args)
         return [len(steps[0][0])], lambda _: steps
-    mix, numbers = cli_args.mix_of(args), range(args.step, args.step + args.steps)
-    ranks = ranks or [mix.num_ranks]
+    mix = cli_args.mix_of(args)
+    ranks = [mix.num_ranks] if args.ranks is None else cli_args.counts(args.ranks, "--ranks", cli_args.MAX_RANKS)
     for num_ranks in ranks:
         mix.check_divides(num_ranks)
-    return ranks, lambda num_ranks: batches_of_mix(mix, args.seed, numbers, args.micro_batches or 1, num_ranks)
+    return ranks, partial(batches_of_mix, mix, args.seed, range(args.steps), args.micro_batches or 1)
 
 
 def topology_for(text: str, num_ranks: int) -> str:
@@ -190,8 +184,7 @@ def _topology(args: argparse.Namespace, draw: Draw, asked: str) -> str:
     """'auto' is the best of the first step."""
     if asked != "auto":
         return topology_for(asked, draw.num_ranks)
-    plan = _plan_whole(args, draw, asked, draw.max_tokens)
-    return str(plan.topology)
+    return str(_plan_whole(args, draw, asked, draw.max_tokens).topology)
 
 
 def _peak_tflops(args: argparse.Namespace) -> float | None:
@@ -201,11 +194,10 @@ def _peak_tflops(args: argparse.Namespace) -> float | None:
 
 
 def _first_plan(args: argparse.Namespace, draw: Draw) -> tuple[Plan, float]:
-    """The plan of the draw's step, and the seconds that planning took."""
+    """The plan of the first step, and the seconds that planning took."""
     topology, limit = _topology(args, draw, args.topology[-1]), draw.max_tokens
     if args.micro_batches is not None and not limit:
-        (step,) = by_micro_batch(topology)(draw)
-        limit = step.max_tokens
+        limit = next(by_micro_batch(topology)(draw)).max_tokens
     start = time.perf_counter()
     return _plan_whole(args, draw, topology, limit), time.perf_counter() - start
 

@@ -152,6 +152,6 @@ def _ways(args: argparse.Namespace, config: ModelConfig, planning: Planning) -> 
 def _drawn(args: argparse.Namespace, config: ModelConfig) -> list[list[Lengths]]:
     """[step][micro-batch][rank]."""
     if args.lengths is not None:
-        return cli_args.steps_from(args, 0, args.steps)
+        return cli_args.steps_from(args)
     mix, num_ranks = cli_args.mix_and_ranks(args)
     return batches_of_mix(mix, args.seed, range(args.steps), args.micro_batches or 1, num_ranks, config.planned_tokens)

@@ -14,6 +14,9 @@ from knapformer.tools.launch import check_ranks, run_on_ranks
 if TYPE_CHECKING:
     import torch
 
+#: Keys of knapformer.tools.doctor.alternatives.baselines.
+_WAYS = ("buckets", "time_budget", "static_2", "static_4", "static_8")
+
 
 def add_parser(subparsers: Any) -> None:
     parser = cli_args.command(
@@ -26,9 +29,8 @@ def add_parser(subparsers: Any) -> None:
     add(parser, "--batch-size")
     add(parser, "--topology", default=[], help="of the balancer in the model; may be given several times")
     add(
-        parser, "--way", action="append", default=[], metavar="W",
-        help="what others do, measured beside: buckets, time_budget, static_2, static_4, static_8 (sequence "
-        "parallelism); may be given several times",
+        parser, "--way", action="append", default=[], choices=_WAYS,
+        help="what others do, measured beside (static: sequence parallelism); may be given several times",
     )  # fmt: skip
     add(parser, "--ranks", help="local ranks to start")
     add(parser, "--micro-batches", "--max-tokens-per-rank", "--model", "--steps", "--solver")

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 import math
+import operator
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from knapformer import TrainedModel, predict_step
+from knapformer.tools.cli_args import settings_of
 from knapformer.tools.files import cells_of, show, table_of, write_json
 from knapformer.tools.simulate.steps import Simulation
 from knapformer.tools.ways import NO_BALANCER, PLANNED_STEP, Step, measured
@@ -31,50 +33,48 @@ class Variant:
     gradient_norms: Sequence[float]
     same_samples: bool = True  # whether it computes the samples that were drawn
 
-    def highest_work(self) -> list[float]:
-        """For each step, the sum over micro-batches of one block's FLOPs on the most loaded rank. The step's time
-        follows this sum, since ranks wait for each other in every micro-batch."""
-        return [math.fsum(max(plan.workload_after) for plan in step.plans) for step in self.steps]
 
-    def own_work(self) -> list[float]:
-        """For each step, FLOPs of one block on its samples, without padding."""
-        return [
-            step.own_share * math.fsum(work for plan in step.plans for work in plan.workload_after)
-            for step in self.steps
-        ]
+def _highest_work(step: Step) -> float:
+    """The sum over micro-batches of one block's FLOPs on the most loaded rank. The step's time follows this sum, since
+    ranks wait for each other in every micro-batch."""
+    return math.fsum(max(plan.workload_after) for plan in step.plans)
 
-    def tokens_moved(self) -> float:
-        """Share of the tokens that a route moves to another rank."""
-        moved = sum(plan.tokens_moved for step in self.steps for plan in step.plans)
-        return moved / sum(step.num_tokens for step in self.steps)
+
+def _own_work(step: Step) -> float:
+    """FLOPs of one block on the step's samples, without padding."""
+    return step.own_share * math.fsum(work for plan in step.plans for work in plan.workload_after)
 
 
 def figures(variant: Variant, baseline: Variant, model: TrainedModel, peak_tflops: float | None) -> dict[str, Any]:
-    """A variant's figures, ready for JSON."""
-    latencies_s = variant.latencies_s
-    # A variant with other samples does more or less work in a step: its gains are scaled by the ratio of work.
-    works, work = [1.0] * len(latencies_s), 1.0
-    if not variant.same_samples:
-        works = [of / base for base, of in zip(baseline.own_work(), variant.own_work(), strict=True)]
-        work = math.fsum(variant.own_work()) / math.fsum(baseline.own_work())
+    """A variant's figures, ready for JSON. A variant with other samples does more or less work in a step: its gains are
+    scaled by the ratio of work."""
 
-    def gains(before: Sequence[float], after: Sequence[float]) -> tuple[float, list[float]]:
-        """Of all steps, and of each."""
-        of_steps = [share * a / b for a, b, share in zip(before, after, works, strict=True)]
-        return work * math.fsum(before) / math.fsum(after), of_steps
+    def values(of: Variant, work: Callable[[Step], float]) -> list[float]:
+        return list(map(work, of.steps))
 
-    speed_up, ratios = gains(baseline.latencies_s, latencies_s)
-    promised, promises = gains(baseline.highest_work(), variant.highest_work())
+    def ratios(before: Sequence[float], after: Sequence[float]) -> list[float]:
+        """Of the sums, then of each step."""
+        return [math.fsum(before) / math.fsum(after), *(a / b for a, b in zip(before, after, strict=True))]
+
+    works = ratios(values(variant, _own_work), values(baseline, _own_work))
+    works = [1.0] * len(works) if variant.same_samples else works
+    gains, promises = (
+        [gain * work for gain, work in zip(ratios(before, after), works, strict=True)]
+        for before, after in (
+            (baseline.latencies_s, variant.latencies_s),
+            (values(baseline, _highest_work), values(variant, _highest_work)),
+        )
+    )
+    plans = [plan for step in variant.steps for plan in step.plans]
     return {
-        **measured(variant.name, variant.topology, variant.steps, latencies_s, model, peak_tflops),
-        "fbl_median_s": statistics.median(latencies_s),
-        "speed_up": speed_up,
-        "speed_up_median": statistics.median(ratios),
-        "promised_speed_up": promised,
-        "share_of_promise": speed_up / promised,
-        "share_of_promise_median": statistics.median(r / p for r, p in zip(ratios, promises, strict=True)),
-        "tokens_moved": variant.tokens_moved(),
-        "work": work,
+        **measured(variant.name, variant.topology, variant.steps, variant.latencies_s, model, peak_tflops),
+        "fbl_median_s": statistics.median(variant.latencies_s),
+        "speed_up": gains[0],
+        "speed_up_median": statistics.median(gains[1:]),
+        "promised_speed_up": promises[0],
+        "share_of_promise_median": statistics.median(map(operator.truediv, gains[1:], promises[1:])),
+        "tokens_moved": sum(plan.tokens_moved for plan in plans) / sum(plan.num_tokens for plan in plans),
+        "work": works[0],
         "loss_per_step": list(variant.losses),
         **(differences(variant, baseline) if variant.same_samples else {}),
     }
@@ -127,16 +127,9 @@ def report(
             if of.get(name, 0.0) > limit:
                 raise RuntimeError(f"{of['name']}: {name}: got {of[name]:.2g}, expected at most {limit:.2g}")
     summary = sentences(of_variants)
-    asked = (
-        "batch_size", "solver", "keep_exchanges", "threads", "scale", "max_text_tokens", "peak_tflops", "micro_batches",
-        "max_tokens_per_rank", "seed",
-    )  # fmt: skip
-    settings = {name: getattr(args, name) for name in asked} | {
-        "ways": args.way, "topologies": args.topology, "num_ranks": simulation.num_ranks,
-        "data": args.data or args.lengths, "lengths": len(simulation.lengths), "num_steps": args.steps,
-        "num_warmup_steps": args.warmup, "num_repeats": args.repeats, "model_name": args.model,
-        "model": simulation.model.to_dict(), "mode": model.mode, "checkpointing": args.recomputes,
-        "shard_ranks": model.shard_ranks, "cluster": planning.cluster.to_dict(),
+    settings = settings_of(args) | {
+        "num_ranks": simulation.num_ranks, "num_lengths": len(simulation.lengths), "model": simulation.model.to_dict(),
+        "mode": model.mode, "shard_ranks": model.shard_ranks, "cluster": planning.cluster.to_dict(),
     }  # fmt: skip
     write_json(args.json, {
         "format": "knapformer-simulation/2", "settings": settings,

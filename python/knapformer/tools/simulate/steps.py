@@ -12,7 +12,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from knapformer import ArgumentError, DataMix, Plan, Sample, Topology
+from knapformer import ArgumentError, DataMix, Plan, Sample
 from knapformer.adapters.config import ModelConfig
 from knapformer.tools.doctor.alternatives import Alternative, baselines
 from knapformer.tools.ways import (
@@ -26,9 +26,6 @@ from knapformer.tools.ways import (
     by_micro_batch,
     lengths_of_step,
 )
-
-#: Ways without this project: keys of knapformer.tools.doctor.alternatives.baselines.
-WAYS = ("buckets", "time_budget", "static_2", "static_4", "static_8")
 
 
 @dataclass(frozen=True)
@@ -85,7 +82,7 @@ class Simulation:
     batch_size: int = 4
     topologies: Sequence[str] = ()  # of the balancer in the model
     micro_batches: int | None = None  # of an optimizer step, planned whole; None: nothing is planned whole
-    ways: Sequence[str] = ()  # of WAYS
+    ways: Sequence[str] = ()  # keys of doctor.alternatives.baselines
     max_tokens_per_rank: int = 0  # in a micro-batch; 0: no limit, but in a step planned whole the fullest rank's
     num_steps: int = 10
     num_warmup_steps: int = 2
@@ -96,15 +93,8 @@ class Simulation:
             self.mix.check_divides(self.num_ranks)
         if not self.topologies and self.micro_batches is None and not self.ways:
             raise ArgumentError("topology: got none, expected at least one, micro_batches, or ways")
-        known = [way for way in WAYS if way in (of.key for of in baselines(self.num_ranks))]
-        for way in self.ways:
-            if way not in known or list(self.ways).count(way) > 1:
-                expected = f"each once of {', '.join(known)} on {self.num_ranks} ranks"
-                raise ArgumentError(f"way: got {way!r}, expected {expected}")
-        canonical = [str(Topology(topology, self.num_ranks)) for topology in self.topologies]
-        for topology, name in zip(self.topologies, canonical, strict=True):
-            if canonical.count(name) > 1:
-                raise ArgumentError(f"topology: got {topology!r} twice, expected each once")
+        if others := set(self.ways) - {of.key for of in self.others}:
+            raise ArgumentError(f"way: got {others.pop()!r}, expected one that {self.num_ranks} ranks allow")
         # Some errors show only in planning, such as a solver that does not support nested bags. A limit of tokens may
         # be kept in one step and not in another.
         for _ in itertools.islice(self.variants(), None if self.max_tokens_per_rank else 1):
@@ -121,32 +111,28 @@ class Simulation:
 
     def draw(self, step: int) -> StepData:
         """What the ranks draw in an optimizer step: in each micro-batch the next batch of the mix."""
-        batches, ranks = batches_of_step(step, self.micro_batches or 1), range(self.num_ranks)
-        if self.mix is not None:
-            mix = self.mix
-            return self._seeded(step, [[mix.draw(self.seed, batch, rank) for batch in batches] for rank in ranks])
-        lens = [
-            [random.Random(f"{self.seed} {k} {rank}").choices(self.lengths, k=self.batch_size) for k in batches]
-            for rank in ranks
-        ]
-        return self._of_lengths(step, lens)
 
-    def _of_lengths(self, step: int, lengths: list[list[list[int]]]) -> StepData:
-        """Samples of these lengths, [rank][micro-batch][sample], of which a share is text tokens."""
+        def batch(rank: int, number: int) -> list[Sample]:
+            if self.mix is not None:
+                return self.mix.draw(self.seed, number, rank)
+            drawn = random.Random(f"{self.seed} {number} {rank}").choices(self.lengths, k=self.batch_size)
+            return list(map(self._sample_of, drawn))
 
-        def size(length: int) -> Sample:
-            return self.model.sample_of(length, self.model.text_tokens(length))
+        batches = batches_of_step(step, self.micro_batches or 1)
+        return self._seeded(step, [[batch(rank, k) for k in batches] for rank in range(self.num_ranks)])
 
-        return self._seeded(step, [[list(map(size, lens)) for lens in of_rank] for of_rank in lengths])
+    def _sample_of(self, length: int) -> Sample:
+        """Of which a share is text tokens."""
+        return self.model.sample_of(length, self.model.text_tokens(length))
 
     def _seeded(self, step: int, sizes: list[list[list[Sample]]]) -> StepData:
         """Gives each sample the seed of its tensors. sizes: [rank][micro-batch][sample]."""
-        first_seed = (self.seed * 1_000_003 + step) * 65_537
-        seeds = (seed % (1 << 63) for seed in itertools.count(first_seed))
-        return StepData(
-            self.model,
-            [[[SeededSample(self.model.possible(s), next(seeds)) for s in of] for of in of_rank] for of_rank in sizes],
-        )
+        seeds = itertools.count((self.seed * 1_000_003 + step) * 65_537)
+
+        def seeded(size: Sample) -> SeededSample:
+            return SeededSample(self.model.possible(size), next(seeds) % (1 << 63))
+
+        return StepData(self.model, [[list(map(seeded, of)) for of in of_rank] for of_rank in sizes])
 
     def _plan_step(self, data: StepData) -> Plan:
         """As BalancedBatchSampler makes it: whole samples, where possible at least one on every rank in every
@@ -175,8 +161,11 @@ class Simulation:
                 if alternative.degree:
                     yield VariantStep(drawn[number], step, followed=True)
                 else:
-                    of_ranks = [[plan.chunk_lens[rank] for plan in step.plans] for rank in range(self.num_ranks)]
-                    yield alone(self._of_lengths(number, of_ranks), step.own_share, same_samples=False)
+                    ranks = range(self.num_ranks)
+                    sizes = [
+                        [list(map(self._sample_of, plan.chunk_lens[rank])) for plan in step.plans] for rank in ranks
+                    ]
+                    yield alone(self._seeded(number, sizes), step.own_share, same_samples=False)
 
         found = {NO_BALANCER: map(alone, drawn)} | {of.name: of_other(of) for of in self.others}
         for topology in self.topologies:
