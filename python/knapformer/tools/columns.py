@@ -59,7 +59,8 @@ def has_masks(lengths: Iterable[Iterable[int]]) -> bool:
 
 
 class Columns:
-    """Where a row has what. Raises ArgumentError where that is ambiguous, a plain ValueError where it does not suffice.
+    """What the columns of a table hold. Raises ArgumentError where that is ambiguous, a plain ValueError where it does
+    not suffice.
 
     names: of the values of a row. preset: turns sizes into tokens; None where rows must have lengths. given: the
     columns to read, by what they hold; empty: those with known names.
@@ -68,26 +69,20 @@ class Columns:
     def __init__(self, names: Sequence[str], preset: Preset | None, given: Mapping[str, str]) -> None:
         for meaning, name in given.items():
             if name not in names:
-                raise ValueError(f"--columns: got {meaning}={name!r}, expected one of {_quoted(names)}")
+                raise ArgumentError(f"--columns: got {meaning}={name!r}, expected one of {_quoted(names)}")
         found = dict(given) or _recognised(names)
         _check_unambiguous(found)
-        sizes = [of for of in _SIZES if found.keys() >= set(of)]
-        if "length" not in found and not sizes:
-            semicolons = "; values are separated by ',', or by tabs in .tsv files" if ";" in "".join(names) else ""
+        if "length" not in found and (preset is None or not any(found.keys() >= set(of) for of in _SIZES)):
+            sizes = "" if preset is None else ", or of widths and heights in pixels"
             raise ValueError(
-                f"columns: got {_quoted(names)}, expected a column of lengths in tokens, or of widths and heights in "
-                f"pixels; name them with --columns length=NAME or width=NAME,height=NAME,frames=NAME,text=NAME"
-                f"{semicolons}"
+                f"columns: got {_quoted(names)}, expected a column of lengths in tokens{sizes}; name them with "
+                "--columns length=NAME or width=NAME,height=NAME,frames=NAME,text=NAME; values are separated by ',', or "
+                "by tabs in .tsv files"
             )
-        if "length" not in found and preset is None:
-            raise ValueError(f"columns: got {_quoted(found.values())}, expected a column of lengths in tokens")
         unused = found.keys() - {"length", "mask"} if "length" in found else set[str]()
         unused |= {"fps", "duration"} if "frames" in found else set()
         unused |= {"text"} if preset is not None and preset.text_beside else set()
-        self._preset, self._num_names = preset, len(names)
-        self._at = {of: list(names).index(name) for of, name in found.items() if of not in unused}
-        self._found = {of: name for of, name in found.items() if of not in unused}
-        self._last = max(self._at.values())
+        self._preset, self._found = preset, {of: name for of, name in found.items() if of not in unused}
 
     def description(self) -> str:
         """Which columns are read as what, and what is assumed for want of a column."""
@@ -100,21 +95,18 @@ class Columns:
                 said.append("captions left out, as no column holds their tokens")
         return ", ".join(said)
 
-    def tokens(self, row: Sequence[Any]) -> int:
-        """A MaskedLength where the row has a mask.
+    def tokens(self, row: Mapping[str | None, Any]) -> int:
+        """A MaskedLength where the row has a mask. row: under None, what it has beyond its columns.
 
         Raises a plain ValueError for a row that cannot be used, ArgumentError for videos of a model of pictures."""
-        if len(row) <= self._last:
-            raise ValueError(f"got {len(row)} values, expected {self._num_names}")
-        if any(row[self._num_names :]):
-            raise ValueError(f"got {len(row)} values, expected {self._num_names}: a comma in a value needs quotes")
-        value = {meaning: row[place] for meaning, place in self._at.items()}
+        if any(row.get(None, ())):
+            raise ValueError("got more values than columns: a comma in a value needs quotes")
+        value = {meaning: row[name] for meaning, name in self._found.items()}
         return with_mask(self._tokens(value), value.get("mask"))
 
     def _tokens(self, value: Mapping[str, Any]) -> int:
-        if "length" in value:
+        if "length" in value or self._preset is None:
             return checked_tokens(integer(value["length"], "length"))
-        assert self._preset is not None
         width, height, frames = _size_of(value)
         text = integer(value.get("text", 0), "text", least=0)
         if frames > 1 and not self._preset.is_video:

@@ -68,26 +68,14 @@ def read_samples(
     cannot be read.
     """
     samples, known = Samples(), dict[tuple[str, ...], Columns]()
-
-    def columns_of(names: tuple[str, ...]) -> Columns:
-        if names not in known:
-            known[names] = Columns(names, preset, columns or {})
-        return known[names]
-
     with ExitStack() as stack:
-        rows, names = _rows_of(path, columns or {}, stack)
-        if names is not None:
-            try:
-                columns_of(names)
-            except ValueError as error:  # no row can be used
-                raise ArgumentError(str(error)) from None
-        for number, value in enumerate(rows, 1):
+        for number, value in enumerate(_rows_of(path, columns or {}, stack), 1):
             samples.num_rows = number
             try:
-                if names is not None:
-                    samples.lengths.append(columns_of(names).tokens(value))
-                elif isinstance(value, dict):
-                    samples.lengths.append(columns_of(tuple(value)).tokens(list(value.values())))
+                if isinstance(value, dict):
+                    if (names := tuple(filter(None, value))) not in known:
+                        known[names] = Columns(names, preset, columns or {})
+                    samples.lengths.append(known[names].tokens(value))
                 elif isinstance(value, list):
                     _take_step(value, samples)
                 else:
@@ -154,13 +142,10 @@ def _length_on(rank: int, length: Any) -> int:
         raise ValueError(f"rank {rank}: {error}") from None
 
 
-_Rows = tuple[Iterator[Any], tuple[str, ...] | None]
-
-
-def _rows_of(path: str, columns: Mapping[str, str], stack: ExitStack) -> _Rows:
-    """The rows, and the names of their values where each row has the same ones."""
+def _rows_of(path: str, columns: Mapping[str, str], stack: ExitStack) -> Iterator[Any]:
+    """Lengths, objects by column, or lists of lengths by rank."""
     if path != "-" and Path(path).is_dir():
-        return read_log(path), None
+        return read_log(path)
     kind = Path(path).suffix.lower().lstrip(".")
     if path == "-" or (not kind and Path(path).exists()):
         text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8", errors="replace")
@@ -182,37 +167,35 @@ def _kind_of(text: str) -> str:
     return "jsonl" if is_line and (others or first.startswith("{")) else "json"
 
 
-def _text_rows(file: TextIO, path: str, kind: str) -> _Rows:
-    if kind == "json":
-        content = parse_json(file.read().encode(), f"LENGTHS: {path}")
-        if isinstance(content, dict) and content and all(isinstance(of, dict) for of in content.values()):
-            content = list(content.values())  # by the name of a file, as in the metadata of sd-scripts and SimpleTuner
-        if not isinstance(content, list):
-            raise ArgumentError(
-                f"LENGTHS: {path}: got {type(content).__name__}, expected a list of lengths or of samples"
-            )
-        # A list of lists of numbers is one step; a list of such lists is several steps.
-        one_step = content and all(isinstance(item, list) for item in content)
-        one_step = one_step and not any(isinstance(lens, list) for item in content for lens in item)
-        return iter([content] if one_step else content), None
-    if kind in ("jsonl", "ndjson", "txt"):
-        return (_line_value(line) for line in file if line.strip()), None
-    rows = _csv_rows(file, path, "\t" if kind == "tsv" else ",")
-    names = tuple(next(rows, ["length"]))
-    if any(name.strip().replace(".", "").isdecimal() for name in names):
-        if len(names) > 1:
-            raise ArgumentError(
-                f"LENGTHS: {path}: got no header: the first line is {','.join(names)!r}, expected the names of the "
-                "columns, such as 'width,height,frames' or 'num_tokens'"
-            )
-        return itertools.chain([names], rows), ("length",)
-    return rows, names
+def _text_rows(file: TextIO, path: str, kind: str) -> Iterator[Any]:
+    if kind in ("csv", "tsv"):
+        return _csv_rows(file, path, "\t" if kind == "tsv" else ",")
+    if kind != "json":
+        return (_line_value(line) for line in file if line.strip())
+    content = parse_json(file.read().encode(), f"LENGTHS: {path}")
+    if isinstance(content, dict) and content and all(isinstance(of, dict) for of in content.values()):
+        content = list(content.values())  # by the name of a file, as in the metadata of sd-scripts and SimpleTuner
+    if not isinstance(content, list):
+        raise ArgumentError(f"LENGTHS: {path}: got {type(content).__name__}, expected a list of lengths or of samples")
+    # A list of lists of numbers is one step; a list of such lists is several steps.
+    one_step = content and all(isinstance(item, list) for item in content)
+    one_step = one_step and not any(isinstance(lens, list) for item in content for lens in item)
+    return iter([content] if one_step else content)
 
 
-def _csv_rows(file: TextIO, path: str, delimiter: str) -> Iterator[Sequence[Any]]:
-    reader = csv.reader(file, delimiter=delimiter)
+def _csv_rows(file: TextIO, path: str, delimiter: str) -> Iterator[Any]:
+    reader = csv.DictReader(filter(str.strip, file), delimiter=delimiter)
     try:
-        yield from filter(None, reader)
+        names = list(reader.fieldnames or ())
+        if any(name.strip().replace(".", "").isdecimal() for name in names):
+            if len(names) > 1:
+                raise ArgumentError(
+                    f"LENGTHS: {path}: got no header: the first line is {','.join(names)!r}, expected the names of the "
+                    "columns, such as 'width,height,frames' or 'num_tokens'"
+                )
+            yield names[0]
+            reader.fieldnames = ["length"]
+        yield from reader
     except csv.Error as error:
         raise ArgumentError(
             f"LENGTHS: {path}: line {reader.line_num}: {error}; expected every quote to be closed"
@@ -226,12 +209,12 @@ def _line_value(line: str) -> Any:
         return line.strip()  # is refused as a length, and named
 
 
-def _parquet_rows(path: str, columns: Mapping[str, str]) -> _Rows:
+def _parquet_rows(path: str, columns: Mapping[str, str]) -> Iterator[Any]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError:
         raise ArgumentError(
-            "LENGTHS: Parquet needs pyarrow: pip install 'knapformer[parquet]', or write CSV, JSON or NPY"
+            "LENGTHS: Parquet needs pyarrow: pip install 'knapformer[parquet]', or write CSV or JSON"
         ) from None
     try:
         file = parquet.ParquetFile(path)
@@ -239,7 +222,6 @@ def _parquet_rows(path: str, columns: Mapping[str, str]) -> _Rows:
         raise ArgumentError(f"LENGTHS: {path}: {error}") from None
     names = file.schema_arrow.names
     # Only the columns that are asked for are read, not the captions and pictures of wide tables.
-    wanted = tuple(name for name in names if name in columns.values()) if columns else known_columns(names)
-    wanted = wanted or tuple(names)  # which an error names
-    batches = file.iter_batches(_BATCH_ROWS, columns=wanted)
-    return (row for batch in batches for row in zip(*(c.to_pylist() for c in batch.columns), strict=True)), wanted
+    wanted = [name for name in names if name in columns.values()] if columns else known_columns(names)
+    batches = file.iter_batches(_BATCH_ROWS, columns=wanted or names)  # all, which an error names
+    return (row for batch in batches for row in batch.to_pylist())

@@ -112,7 +112,6 @@ def test_a_block_of_ones_own_is_calibrated(tmp_path: Path, monkeypatch: pytest.M
     [
         ("wan-tiny", 48, [("block", 2)]),
         ("flux2-demo", 256, [("double", 1), ("single", 2)]),
-        ("qwen-image-demo", 256, [("block", 3)]),
         ("sd3-demo", 256, [("block", 3)]),
     ],
 )

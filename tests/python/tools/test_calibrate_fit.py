@@ -146,12 +146,6 @@ def test_the_file_round_trips_and_stands_in_for_gamma(tmp_path: Path, capsys: py
     assert none["token_s"] + none["attention_s"] == pytest.approx(57 * slowest)
 
 
-def test_a_poor_fit_is_said_again_where_it_is_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = written(tmp_path / "calibration.json", warnings=["poor fit: for a reason"])
-    plan = ["plan", "--topology", "g8n4", "--data", "joint", "--ranks", "32", "--calibration", str(path)]
-    assert main(plan) == 0 and "poor fit: for a reason" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -206,11 +200,15 @@ def test_where_a_calibration_is_far_from_home() -> None:
     assert Calibration.from_dict(home.to_dict()) == home
 
 
-def test_commands_say_where_a_calibration_is_far_from_home(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_say_where_a_calibration_is_poor_or_far_from_home(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "calibration.json"
-    path.write_text(json.dumps(dataclasses.replace(fitted(), longest=100).to_dict()))
+    poor = dataclasses.replace(fitted(), longest=100, warnings=("poor fit: for a reason",))
+    path.write_text(json.dumps(poor.to_dict()))
     far = ["--data", "joint", "--calibration", str(path), "--json", "-"]
     for command in (["plan", "--topology", "g8n4", *far], ["doctor", "--steps", "2", *far]):
         assert main(command) == 0
         error = capsys.readouterr().err
         assert "measured at width 64, used at 3072" in error and "measured up to 100 tokens" in error
+        assert "poor fit: for a reason" in error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import statistics
 from collections import Counter
 from pathlib import Path
@@ -327,26 +326,3 @@ def test_wan_is_replayed_and_its_videos_alone_are_planned(tmp_path: Path) -> Non
     none, two = json.loads(out.read_text())["variants"]
     assert two["work_per_rank"] == [plan.workload_after] and none["work_per_rank"] == [plan.workload_before]
     assert min(two["token_s"], two["attention_s"], two["exchange_s"]) > 0
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_blocks_are_measured_and_plans_replayed_on_a_gpu(tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
-    assert run("calibrate", "--model", "flux-demo", "--device", "cuda", "--repeats", "3", "--json", str(out)) == 0
-    assert kf.Calibration.load(out).flops_per_s > 0
-    assert run(*REPLAY, "--topology", "g4n1", "--device", "cuda", "--calibration", str(out), "--json", str(out)) == 0
-    result = json.loads(out.read_text())
-    assert result["dtype"] == "bf16" and all(math.isfinite(v["fbl_s"]) and v["fbl_s"] > 0 for v in result["variants"])
-
-
-@pytest.mark.usefixtures("flop_clock")
-def test_batches_of_a_file_are_cut_into_micro_batches(tmp_path: Path) -> None:
-    """As `knapformer plan` cuts them: the first half of a rank's samples, then the rest."""
-    lengths, out = tmp_path / "lengths.json", tmp_path / "out.json"
-    lengths.write_text(json.dumps([[300, 40, 200], [20, 100]]))
-    more = ["--micro-batches", "2", "--topology", "g2n1", "--repeats", "1", "--gamma", "0.5"]
-    assert run(*REPLAY[:1], "--model", "flux-tiny", "--lengths", str(lengths), *more, "--json", str(out)) == 0
-    none, _, planned = json.loads(out.read_text())["variants"]
-    halves = [kf.plan(lens, "g1n2", d_model=64, gamma=0.5) for lens in ([[300, 40], [20]], [[200], [100]])]
-    assert none["work_per_rank"] == [plan.workload_before for plan in halves]
-    assert planned["max_tokens_per_rank"] <= none["max_tokens_per_rank"] == 340

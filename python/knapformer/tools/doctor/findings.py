@@ -96,11 +96,12 @@ class Findings:
         return [self._topology(option) for option in self.ranking]
 
     def _topology(self, of: TopologyOption) -> dict[str, Any]:
-        figures = {
+        figures: dict[str, float | None] = {
             "predicted_time_s": of.predicted_time, "over_ideal": of.efficiency_loss,
             "exchanged_fraction": of.exchanged_fraction, "max_tokens_over_mean": of.max_tokens_over_mean,
         }  # fmt: skip
-        figures = figures if math.isfinite(of.predicted_time) else dict.fromkeys(figures)
+        if not math.isfinite(of.predicted_time):
+            figures = dict.fromkeys(figures)
         return {"topology": of.topology, **figures, "reason": of.reason}
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""How far a measurement has come: a bar on a terminal, now and then a line elsewhere; on standard error."""
+"""How far a measurement has come: a line on a terminal, now and then one elsewhere; on standard error."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import sys
 import time
 
 _SECONDS_BETWEEN_LINES = 15.0
-_WIDTH = 24  # of the bar, in characters
 
 
 class Progress:
@@ -39,7 +38,6 @@ class Progress:
         self._last_s = time.monotonic()
         said = f"{self._text}, {self._done} of {self._total} done"
         if self._is_terminal:
-            filled = _WIDTH * self._done // max(self._total, 1)
-            print(f"\r\033[K{'━' * filled:·<{_WIDTH}} {said}", end="", file=sys.stderr, flush=True)
+            print(f"\r\033[K{said}", end="", file=sys.stderr, flush=True)
         else:
             print(said, file=sys.stderr, flush=True)

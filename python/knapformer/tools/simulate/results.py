@@ -10,7 +10,7 @@ import argparse
 import math
 import operator
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from knapformer import TrainedModel, predict_step
 from knapformer.tools.cli_args import settings_of
 from knapformer.tools.files import cells_of, show, table_of, write_json
 from knapformer.tools.simulate.steps import Simulation
-from knapformer.tools.ways import NO_BALANCER, PLANNED_STEP, Step, measured
+from knapformer.tools.ways import NO_BALANCER, Step, measured
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def report(
         f"{args.model} on {simulation.num_ranks} ranks, data {args.data or args.lengths}, {args.steps} steps{whole}, "
         f"gamma {planning.gamma:.3g}",
         table_of((cells_of(row, _COLUMNS_WIR | columns) for row in rows), left="balancer"),
-        _legend(of["name"] for of in of_variants),
+        _LEGEND,
         summary,
     )
 
@@ -154,21 +154,11 @@ _COLUMNS = {
     "tokens moved": "tokens_moved:.0%", "peak tokens": "max_tokens_per_rank:,", "predicted s": "predicted_s:.3f",
     "HFU": "hfu:.1%",
 }  # fmt: skip
-_LEGEND = {
-    "none": "each rank computes what it drew, in the order drawn. g1n2, g2n1, ...: the balancer in the model, in bags.",
-    PLANNED_STEP: "as BalancedBatchSampler does: whole samples, loaded where they are computed; no rank waits for "
-    "tokens.",
-    "lockstep buckets": "other samples; all ranks compute one bucket, padded to its longest, which TPS counts. The "
-    "speed-up is in work for time.",
-    "time budget": "other samples; each rank packs its own until its predicted seconds are full. The speed-up is in "
-    "work for time.",
-    "sequence parallel": "groups of so many ranks share all that they drew, by flat bags in the model.",
-    "WIR": "highest over lowest work of a rank. FBL: forward and backward, of the slowest rank. TPS: tokens per "
-    "second. Promised: by the plans' work alone. Peak tokens: of a rank in a micro-batch.",
-}
-
-
-def _legend(names: Iterable[str]) -> str:
-    """Of the table's rows and columns."""
-    shown = ("none", "WIR", *names)
-    return "\n".join(f"{of}: {text}" for of, text in _LEGEND.items() if any(name.startswith(of) for name in shown))
+_LEGEND = (
+    "none: each rank computes what it drew, in the order drawn. g1n2, g2n1, ...: the balancer in the model, in bags.\n"
+    "step planned: as BalancedBatchSampler does: whole samples, loaded where they are computed.\n"
+    "lockstep buckets, time budget: other samples (buckets: with padding, which TPS counts); the speed-up is in work "
+    "for time. sequence parallel: groups of so many ranks share all that they drew.\n"
+    "WIR: highest over lowest work of a rank. FBL: forward and backward, of the slowest rank. TPS: tokens per second. "
+    "Promised: by the plans' work alone. Peak tokens: of a rank in a micro-batch."
+)
