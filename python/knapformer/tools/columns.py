@@ -76,8 +76,8 @@ class Columns:
             sizes = "" if preset is None else ", or of widths and heights in pixels"
             raise ValueError(
                 f"columns: got {_quoted(names)}, expected a column of lengths in tokens{sizes}; name them with "
-                "--columns length=NAME or width=NAME,height=NAME,frames=NAME,text=NAME; values are separated by ',', or "
-                "by tabs in .tsv files"
+                "--columns length=NAME or width=NAME,height=NAME,frames=NAME,text=NAME; values are separated by ',', "
+                "or by tabs in .tsv files"
             )
         unused = found.keys() - {"length", "mask"} if "length" in found else set[str]()
         unused |= {"fps", "duration"} if "frames" in found else set()

@@ -137,6 +137,7 @@ def test_memory_is_that_of_the_formula():
     assert frozen.fixed_bytes == pytest.approx(1e9 * 2 / 4 + 3 * 1e8 * 2)
 
 
+<<<<<<< HEAD
 @pytest.mark.parametrize(
     ("name", "content", "arguments", "message"),
     [
@@ -187,6 +188,8 @@ def test_blocks_that_are_not_computed_again_keep_what_is_predicted(name, cross_a
     assert predicted.bytes_per_token == pytest.approx((kept_bytes(512) - kept_bytes(256)) / 256, rel=0.05)
 
 
+=======
+>>>>>>> 432abb0 (Tests of wrong input in one table; the changelog)
 def test_the_least_change_is_advised(capsys):
     """With several micro-batches the sampler does nearly what the balancer does; with one it can do nothing."""
     many = diagnosis(capsys, "--data", "mixed", "--micro-batches", 4, "--steps", 4)
