@@ -137,32 +137,6 @@ def test_memory_is_that_of_the_formula():
     assert frozen.fixed_bytes == pytest.approx(1e9 * 2 / 4 + 3 * 1e8 * 2)
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize(
-    ("name", "content", "arguments", "message"),
-    [
-        ("a.csv", "a,b\n1,2\n", ["--columns", "length=c"], "--columns: got length='c', expected one of 'a', 'b'"),
-        ("a.csv", "tokens\nx\n", [], "1 of 1 rows (100.0%) cannot be read, the first of them row 1: "),
-        ("a.xls", "", [], "expected '-' or a file that ends in .json"),
-        ("a.parquet", "no table", [], "a.parquet"),
-        ("a.txt", "5\n", ["--model", "gpt"], "--model: got 'gpt', expected one of flux"),
-        ("a.txt", "5\n", ["--memory-gib", "1"], "does not fit in memory: parameters, gradients and optimizer of flux"),
-        ("a.txt", "5\n", ["--ranks", "4097"], "argument --ranks: got '4097', expected an integer from 1 to 4096"),
-        ("a.txt", "5\n", ["--now", "static_8"], "--now: got static_8, expected an alternative that 4 ranks allow"),
-        ("steps.json", "[[[5], [70]]]", [], "--ranks: got 4, expected 2"),
-        ("steps.json", "[[[5], [7], [], [9]]]", ["--batch-size", "9"], "steps.json states what each rank draws"),
-    ],
-)
-def test_wrong_input_ends_in_one_line(tmp_path, capsys, name, content, arguments, message):
-    path = tmp_path / name
-    path.write_text(content)
-    assert main(["doctor", str(path), "--ranks", "4", "--shard-ranks", "4", "--mode", "lora", *arguments]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.count("\n") == 1
-    assert message in err
-
-
 @pytest.mark.parametrize(("name", "cross_attends"), [("flux-demo", False), ("wan-demo", True)])
 def test_blocks_that_are_not_computed_again_keep_what_is_predicted(name, cross_attends):
     config = load_config(name)
@@ -188,8 +162,6 @@ def test_blocks_that_are_not_computed_again_keep_what_is_predicted(name, cross_a
     assert predicted.bytes_per_token == pytest.approx((kept_bytes(512) - kept_bytes(256)) / 256, rel=0.05)
 
 
-=======
->>>>>>> 432abb0 (Tests of wrong input in one table; the changelog)
 def test_the_least_change_is_advised(capsys):
     """With several micro-batches the sampler does nearly what the balancer does; with one it can do nothing."""
     many = diagnosis(capsys, "--data", "mixed", "--micro-batches", 4, "--steps", 4)
