@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from knapformer import interrupts  # noqa: F401  (Ctrl-C)
 from knapformer._core import (
     ArgumentError,
     Cluster,

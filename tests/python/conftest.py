@@ -16,7 +16,6 @@ LONGEST = (
     "test_adapters_on_ranks.py",
     "test_compile.py",
     "test_calibrate.py",
-    "test_interrupts.py",
 )
 
 

@@ -20,7 +20,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 
 from knapformer import ArgumentError, StateError
-from knapformer.interrupts import unwound
 
 if TYPE_CHECKING:
     import torch
@@ -141,7 +140,7 @@ def _start_ranks(argv: Sequence[str], num_ranks: int, threads: int) -> None:
         os.environ.setdefault(name, value)
     os.environ[_LAUNCHER] = str(os.getpid())
     try:
-        with unwound(), tempfile.TemporaryDirectory(prefix="knapformer-") as log_dir:
+        with tempfile.TemporaryDirectory(prefix="knapformer-") as log_dir:
             config = LaunchConfig(
                 min_nodes=1,
                 max_nodes=1,
