@@ -4,7 +4,7 @@
 #   make test       every test, C++ and Python
 #   make sanitize   the C++ tests under the address and undefined-behaviour sanitizers; SANITIZE_TORCH=OFF: the core's
 #   make sanitize-threads  C++ tests of the torch layer, whose ranks are threads, under the thread sanitizer
-#   make coverage   lines of the torch layer and of Python that no test runs, and which of them need a GPU
+#   make coverage   lines of the torch layer and of Python that no test runs
 #   make headers    every header, compiled by itself
 #   make fuzz       fuzzers of the core and of the commands, FUZZ_SECONDS (600) each
 #   make nightly    what takes longer than a change should wait: tests on more than 2 ranks, every fault, fuzzers, plans of
@@ -166,10 +166,9 @@ coverage: $(VENV)/.test $(VENV)/.coverage
 	OMP_NUM_THREADS=1 $(COVERAGE)/tests/torch/torch_tests --gtest_brief=1
 	KNAPFORMER_COVERAGE=$(COVERAGE) COVERAGE_PROCESS_START=$(CURDIR)/tests/coverage/coverage.ini \
 	    PYTHONPATH=$(CURDIR)/tests/coverage:$(COVERAGE)/package $(BIN)/python -m pytest -q $(COVERAGE_TESTS)
-	cd $(COVERAGE) && export KNAPFORMER_COVERAGE=$(COVERAGE) && for command in combine "json -o python.json"; do \
-	    $(abspath $(BIN))/coverage $$command -q --rcfile=$(CURDIR)/tests/coverage/coverage.ini || exit 1; done
-	$(BIN)/gcovr -r . --object-directory $(COVERAGE) --filter knapformer/torch --json $(COVERAGE)/cpp.json
-	$(BIN)/python tests/coverage/device_lines.py --cpp $(COVERAGE)/cpp.json --python $(COVERAGE)/python.json
+	cd $(COVERAGE) && export KNAPFORMER_COVERAGE=$(COVERAGE) && for command in "combine -q" "report -m"; do \
+	    $(abspath $(BIN))/coverage $$command --rcfile=$(CURDIR)/tests/coverage/coverage.ini || exit 1; done
+	$(BIN)/gcovr -r . --object-directory $(COVERAGE) --filter knapformer/torch
 
 headers: $(VENV)/.tools
 	$(NEED) gtest

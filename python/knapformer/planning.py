@@ -96,14 +96,6 @@ def plan_home(plan: Plan) -> Plan:
     return _core.plan_home(plan)
 
 
-def plan_home_bags(plan: Plan) -> Plan:
-    """The plan that leaves every sequence of `plan` in its home rank's bag, shared by all of the bag's ranks.
-
-    That is static sequence parallelism. Raises ArgumentError where bags are nested.
-    """
-    return _core.plan_home_bags(plan)
-
-
 def solver_names() -> list[str]:
     """The names that `solver` may be, the default first."""
     return _core.solver_names()

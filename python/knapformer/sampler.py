@@ -75,9 +75,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
     makes the same plan by itself from the lengths, without a collective. Ranks and micro-batches hold different numbers
     of samples, so losses are to be weighted over the whole step (knapformer.losses).
 
-    In a process group, all ranks begin each pass, which compares their samplers: lengths, arguments and position. It
-    uses the store of the default group, and no collective. Where num_replicas and rank are given, nothing is compared;
-    `digest` is there for that.
+    In a process group, all ranks begin each pass, which compares their samplers through the default group's store.
+    Where num_replicas and rank are given, nothing is compared; `digest` is there for that.
 
     Where `topology` has bags of several ranks, a long sample may be shared: all ranks of its group get its index, and
     each computes its own tokens of it. A balancer of that topology follows the plan, and attention exchanges; no token
@@ -105,25 +104,23 @@ class BalancedBatchSampler(Sampler[list[int]]):
     shuffle, seed: as of DistributedSampler.
     same_shape: for trainers that stack or pad. Samples of equal shape are adjacent in a list; `groups` cuts it where
         the shape changes. The plan counts the cost of stacking: a sample has as many tokens as the longest of its shape
-        in the step. Samples of equal count trade places, so that each shape is in few lists. Ranks have different
-        numbers of groups: under FSDP all groups of a list belong in one call of the model.
+        in the step. Ranks have different numbers of groups: under FSDP all of a list belong in one call of the model.
     shapes: with same_shape, the number of every sample's shape, in the form of `lengths`. None: the sample's length.
     drop_last: leave out the samples that do not fill a step. Otherwise they are a last, shorter step, planned like the
         others. Unlike with DistributedSampler, no sample is repeated to fill it.
     allow_empty: lists may be empty, for a dataset and a collate function that take them. Otherwise every list has a
-        sample. Data is refused if its last step has too few samples for that, and a step, in iteration, in which a
-        rank cannot be given one (some with bags of several sizes, or with max_tokens_per_rank).
+        sample: data whose last step has too few is refused, and, in iteration, a step in which a rank cannot be given
+        one (some with bags of several sizes, or with max_tokens_per_rank).
     work: FLOPs of one block forward for every sample, as in `plan` and in the form of `lengths`; replaces the formula
         of the length. Not with same_shape, which plans the cost of stacking. None: the formula.
-    masks: the text of every sample's mask (see `attention_pairs`): a list or an array, one for each length. Plans count
-        its exact pairs and carry it, so that `balancer.attention(q, k, v)` computes it. Not with same_shape, as a mask
-        says nothing of padding. None: the cost's mask for all.
+    masks: the text of every sample's mask (see `attention_pairs`). Plans count its exact pairs and carry it, so that
+        `balancer.attention(q, k, v)` computes it. Not with same_shape, as a mask says nothing of padding. None: the
+        cost's mask for all.
     max_tokens_per_rank: in a micro-batch; 0 for no limit. Set it: without a limit, a list may hold many times the mean.
         A sample that is longer is refused at once, unless ranks of a bag can share it.
 
-    Raises ArgumentError, naming the argument; in iteration, too, where a step's samples cannot keep
-    max_tokens_per_rank. At the begin of a pass: StateError on all ranks, where samplers differ, with what differs, or
-    where a rank does not begin the pass within the store's timeout.
+    Raises ArgumentError; in iteration, too, where a step's samples cannot keep max_tokens_per_rank. At the begin of a
+    pass: StateError on all ranks, where samplers differ, or a rank does not begin it within the store's timeout.
     """
 
     def __init__(

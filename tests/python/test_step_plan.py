@@ -32,18 +32,6 @@ def test_every_sequence_is_in_one_micro_batch(sync):
     assert plan.exchanged_fraction == plan.attention_tokens_moved / plan.num_tokens
 
 
-def test_times():
-    plan = step_plan()
-    assert plan.predicted_times == pytest.approx([part.predicted_time for part in plan.plans])
-    assert plan.predicted_time == pytest.approx(sum(plan.predicted_times))
-    assert plan.ideal_time <= plan.lower_bound * (1 + 1e-9) <= plan.predicted_time * (1 + 2e-9)
-    assert plan.gap == pytest.approx(plan.predicted_time / plan.lower_bound - 1)
-    # Each rank's list cut in two, each half planned by itself.
-    first = kf.plan([lens[: (len(lens) + 1) // 2] for lens in STEP], "g2/1n2", d_model=64)
-    second = kf.plan([lens[(len(lens) + 1) // 2 :] for lens in STEP], "g2/1n2", d_model=64)
-    assert plan.predicted_time <= first.predicted_time + second.predicted_time
-
-
 def test_a_gap_is_never_below_zero():
     assert kf.plan([[159]], "g1n1", d_model=3072, micro_batches=3).gap == 0
 

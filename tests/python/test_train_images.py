@@ -23,7 +23,6 @@ from distributed.ranks import run_ranks  # noqa: E402
 from picture_training import checkpoints  # noqa: E402
 from picture_training import pictures as P  # noqa: E402
 from picture_training.launch import finish, kill_after, start  # noqa: E402
-from picture_training.training import TrainingOptions, TrainingRun  # noqa: E402
 
 NUM_STEPS = 6
 SMALL = ("--steps", str(NUM_STEPS), "--batch-size", "8", "--micro-batches", "2", "--resolutions", "8,16,32",
@@ -141,28 +140,6 @@ def test_resumed_after_a_kill_the_curve_goes_on(compared: list[dict[str, Any]], 
         "step_000006",
         "step_000099.partial",
     ]
-
-
-def train_in(rank: int, world_size: int, folder: str, precision: str) -> list[float]:
-    options = TrainingOptions(precision, batch_size=4)
-    run = TrainingRun(options, torch.device("cpu"), None)
-    samples = P.PictureSamples(P.PictureData(P.load_pictures(folder), (16, 32)), 16)
-    batches = [P.pack([samples[4 * step + i] for i in range(4)], options.dtype) for step in range(4)]
-    losses = [run.step([batch])[0] for batch in batches]
-    assert all(parameter.dtype == options.dtype for parameter in run.model.parameters())
-    assert all(parameter.grad is None for parameter in run.ema.parameters())
-    moved = sum(
-        (a.to_local() - b.to_local()).abs().max()
-        for a, b in zip(run.model.parameters(), run.ema.parameters(), strict=True)
-    )
-    assert 0 < moved < 1, "the average follows the weights, behind them"
-    return losses
-
-
-@pytest.mark.nightly
-def test_bfloat16_computes_nearly_the_same(folder: Path) -> None:
-    (in_fp32,), (in_bf16,) = (run_ranks(train_in, 1, str(folder), precision) for precision in ("fp32", "bf16"))
-    assert in_bf16 == pytest.approx(in_fp32, rel=0.02) and in_bf16 != pytest.approx(in_fp32, rel=1e-6)
 
 
 def test_samples_follow_from_their_number_and_lengths_are_known(folder: Path) -> None:

@@ -161,34 +161,24 @@ class _Split(torch.autograd.Function):
         return _joined(grad_text, grad_image, ctx.streams), None
 
 
-class _Modulate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, shift: Tensor, scale: Tensor, segments: Segments) -> Tensor:
-        ctx.save_for_backward(x, scale)
-        ctx.segments = segments
-        index = segments.index
-        return torch.addcmul(shift.index_select(0, index), x, (1 + scale).index_select(0, index))
+class _AddScaled(torch.autograd.Function):
+    """base + x * factor, with a row of factor per sequence, and of base a row per sequence or per token."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        x, scale = ctx.saved_tensors
+    def forward(
+        ctx: Any, base: Tensor, x: Tensor, factor: Tensor, segments: Segments, base_is_of_token: bool
+    ) -> Tensor:
+        ctx.save_for_backward(x, factor)
+        ctx.segments, ctx.base_is_of_token = segments, base_is_of_token
+        rows = base if base_is_of_token else base.index_select(0, segments.index)
+        return torch.addcmul(rows, x, factor.index_select(0, segments.index))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        x, factor = ctx.saved_tensors
         segments: Segments = ctx.segments
-        grad_x = grad * (1 + scale).index_select(0, segments.index)
-        return grad_x, segments.sum(grad), segments.sum(grad * x), None
-
-
-class _GatedAdd(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, update: Tensor, gate: Tensor, segments: Segments) -> Tensor:
-        ctx.save_for_backward(update, gate)
-        ctx.segments = segments
-        return torch.addcmul(x, update, gate.index_select(0, segments.index))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        update, gate = ctx.saved_tensors
-        segments: Segments = ctx.segments
-        return grad, grad * gate.index_select(0, segments.index), segments.sum(grad * update), None
+        grad_base = grad if ctx.base_is_of_token else segments.sum(grad)
+        return grad_base, grad * factor.index_select(0, segments.index), segments.sum(grad * x), None, None
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor, segments: Segments) -> Tensor:
@@ -196,9 +186,9 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor, segments: Segments) -> Ten
 
     x (tokens, d); shift, scale (sequences, d).
     """
-    return cast(Tensor, _Modulate.apply(x, shift, scale, segments))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _AddScaled.apply(shift, x, 1 + scale, segments, False))  # type: ignore[no-untyped-call]
 
 
 def gated_add(x: Tensor, update: Tensor, gate: Tensor, segments: Segments) -> Tensor:
     """x + gate * update, with a row of gate per sequence. Shapes as in modulate."""
-    return cast(Tensor, _GatedAdd.apply(x, update, gate, segments))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _AddScaled.apply(x, update, gate, segments, True))  # type: ignore[no-untyped-call]

@@ -4,7 +4,7 @@ keys from the merged output, as if that had been computed at once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +15,6 @@ class Pairing(Protocol):
     """Which packed queries attend to which packed keys: those of one sequence."""
 
     lens: tuple[list[int], list[int]]  # of each sequence, the queries and the keys
-    runs: list[tuple[int, int, int]]  # neighbours of equal lengths: sequences, query length, key length
 
     def offsets_on(self, device: torch.device) -> tuple[Tensor, Tensor]: ...
 
@@ -118,50 +117,41 @@ def _gradients_on_cuda(
     return gradients
 
 
-def _runs(pairing: Pairing, num_heads: int, *tensors: tuple[Tensor, int]) -> Iterator[list[Tensor]]:
-    """Of each run of sequences with queries and keys, (sequences, num_heads, rows, ...) of the tensors, which have rows
-    of queries (0) or of keys (1). Grouped heads are repeated."""
-    first = [0, 0]
-    for count, *lens in pairing.runs:
-        if lens[0] * lens[1] > 0:
-            yield [
-                tensor[first[of] : first[of] + count * lens[of]]
-                .unflatten(0, (count, lens[of]))
-                .transpose(1, 2)
-                .repeat_interleave(num_heads // tensor.shape[1], 1)
-                for tensor, of in tensors
-            ]
-        first = [begin + count * length for begin, length in zip(first, lens, strict=True)]
-
-
-def _packed(pairing: Pairing, of: int, num_heads: int, like: Tensor, runs: list[Tensor], fill: float = 0.0) -> Tensor:
-    """The inverse of _runs, for rows of queries or of keys: repeated heads are added up, other sequences filled."""
-    shape, parts, given = (num_heads, *runs[0].shape[3:]) if runs else like.shape[1:], [], iter(runs)
-    for count, *lens in pairing.runs:
-        if lens[0] * lens[1] > 0:
-            rows = next(given).transpose(1, 2).flatten(0, 1)
-            parts.append(rows if rows.shape[1] == num_heads else rows.unflatten(1, (num_heads, -1)).sum(2))
-        else:
-            parts.append(like.new_full((count * lens[of], *shape), fill))
-    return torch.cat(parts)
-
-
 def _on_cpu(pairing: Pairing, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     kernel: Callable[..., tuple[Tensor, Tensor]] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    heads = q.shape[1]
-    outs = [kernel(*run) for run in _runs(pairing, heads, (q, 0), (k, 1), (v, 1))]
-    wide = q.new_empty((0, heads), dtype=torch.promote_types(q.dtype, torch.float32))
-    o = _packed(pairing, 0, heads, q, [out for out, _ in outs])
-    return o, _packed(pairing, 0, heads, wide, [lse for _, lse in outs], -torch.inf)
+    wide, outs = torch.promote_types(q.dtype, torch.float32), []
+    for own in _by_sequence(pairing, q.shape[1], (q, 0), (k, 1), (v, 1)):
+        none = own[0].new_full(own[0].shape[:3], -torch.inf, dtype=wide)
+        outs.append(kernel(*own) if _attends(own) else (torch.zeros_like(own[0]), none))
+    o, log_sum_exp = (_packed(list(of)) for of in zip(*outs, strict=True))
+    return o, log_sum_exp
 
 
 def _gradients_on_cpu(
     pairing: Pairing, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, log_sum_exp: Tensor
 ) -> tuple[Tensor, ...]:
     kernel: Callable[..., tuple[Tensor, ...]] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    tensors = ((grad, 0), (q, 0), (k, 1), (v, 1), (o, 0), (log_sum_exp, 0))
-    outs = [kernel(*run, 0.0, False) for run in _runs(pairing, q.shape[1], *tensors)]
-    of = (q, 0), (k, 1), (v, 1)
-    return tuple(
-        _packed(pairing, side, tensor.shape[1], tensor, [out[i] for out in outs]) for i, (tensor, side) in enumerate(of)
-    )
+    tensors, outs = ((grad, 0), (q, 0), (k, 1), (v, 1), (o, 0), (log_sum_exp, 0)), []
+    for own in _by_sequence(pairing, q.shape[1], *tensors):
+        outs.append(kernel(*own, 0.0, False) if _attends(own[1:]) else [torch.zeros_like(of) for of in own[1:4]])
+    of_heads = (_packed(list(of)) for of in zip(*outs, strict=True))
+    # Grouped heads of keys and values were repeated.
+    return tuple(of.unflatten(1, (like.shape[1], -1)).sum(2) for of, like in zip(of_heads, (q, k, v), strict=True))
+
+
+def _by_sequence(pairing: Pairing, num_heads: int, *tensors: tuple[Tensor, int]) -> Iterator[tuple[Tensor, ...]]:
+    """Of each sequence, (1, num_heads, rows, ...) of the tensors, which have rows of queries (0) or of keys (1)."""
+    parts = []
+    for tensor, of in tensors:
+        by_head = tensor.repeat_interleave(num_heads // tensor.shape[1], 1).transpose(0, 1).unsqueeze(0)
+        parts.append(by_head.split(pairing.lens[of], 2))
+    return zip(*parts, strict=True)
+
+
+def _attends(own: Sequence[Tensor]) -> bool:
+    """Whether a sequence, of which these are q, k and v, has queries and keys."""
+    return own[0].shape[2] * own[1].shape[2] > 0
+
+
+def _packed(parts: list[Tensor]) -> Tensor:
+    return torch.cat(parts, 2).squeeze(0).transpose(0, 1)

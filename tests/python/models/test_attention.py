@@ -370,15 +370,6 @@ def test_gradients_of_rows_add_up_in_float32() -> None:
     assert shift.grad is not None and shift.grad.item() == 1000
 
 
-def test_rotation_by_hand() -> None:
-    x = torch.tensor([[[1.0, 2.0, 3.0, 4.0]]], dtype=torch.float64)
-    out = rotate(x, rotations(torch.tensor([3]), 4, 100.0, torch.float64))[0, 0]
-    for pair, frequency in ((0, 1.0), (1, 0.1)):
-        c, s = math.cos(3 * frequency), math.sin(3 * frequency)
-        a, b = x[0, 0, 2 * pair : 2 * pair + 2].tolist()
-        assert out[2 * pair : 2 * pair + 2].tolist() == pytest.approx([a * c - b * s, a * s + b * c])
-
-
 def test_the_graph_of_a_rotation_keeps_no_heads() -> None:
     x = torch.randn(5, 3, 8, requires_grad=True)
     rotation = rotations(torch.arange(5), 8, 100.0, torch.float32)

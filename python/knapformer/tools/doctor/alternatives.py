@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from knapformer import ArgumentError, TopologyOption, attention_pairs, plan_home_bags, rank_topologies
+from knapformer import ArgumentError, TopologyOption, attention_pairs, rank_topologies
+from knapformer._core import plan_home_bags
 from knapformer.tools.columns import MaskedLength
 from knapformer.tools.ways import (
     Draw,
