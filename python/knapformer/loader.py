@@ -45,14 +45,11 @@ class _Loader(Generic[Item]):
         seq_lens: Callable[[Any], Sequence[int] | Tensor],
         masks: Of | None,
         work: Of | None,
-        device: torch.device | str | None,
     ) -> None:
         if hasattr(loader, "gradient_state"):  # it would say "the last batch" when that is drawn, ahead of its step
             raise ArgumentError(
                 "loader: got one that accelerate prepared, expected the DataLoader itself, with a DistributedSampler"
             )
-        if device is not None:
-            balancer.expect_device(torch.device(device))
         self._loader = loader
         self._balancer = balancer
         self._seq_lens = seq_lens
@@ -204,8 +201,6 @@ class BalancedLoader(_Loader[Batch]):
         formula's work.
     empty: makes a batch without sequences: a pass lasts until all ranks have run out, and ranks that have run out
         before yield `empty()`, so that every batch of every rank is used once.
-    device: where the model's tensors will be ("cuda": the current one). The planning thread then packs the index tables
-        of the first steps for it, too. None: the device is known from the first exchange on.
 
     An exception out of `loader` on one rank ends the pass on all ranks, after the batches before it: that rank raises
     it, the others raise StateError. The balancer cannot be used after it. A batch that the balancer's
@@ -226,9 +221,8 @@ class BalancedLoader(_Loader[Batch]):
         seq_lens: Callable[[Batch], Sequence[int] | Tensor] | None = None,
         masks: Callable[[Batch], Sequence[str]] | None = None,
         work: Callable[[Batch], Sequence[float]] | None = None,
-        device: torch.device | str | None = None,
     ) -> None:
-        super().__init__(loader, balancer, seq_lens or _seq_lens_of, masks, work, device)
+        super().__init__(loader, balancer, seq_lens or _seq_lens_of, masks, work)
         self._empty = empty
 
     def _iterate(self, source: _Source) -> Iterator[tuple[Batch, Plan]]:
@@ -282,7 +276,8 @@ class BalancedStepLoader(_Loader[list[dict[str, Tensor]]]):
     max_bytes_in_flight: the most that a rank sends, and that it receives, in one all-to-all; 0 for no limit. The bytes
         of a step beyond it move when the step before has ended, in all-to-alls of at most this size. A sample that is
         larger raises ArgumentError on all ranks, which ends the pass as max_tokens_per_rank does.
-    device: as of BalancedLoader; the first steps' samples then arrive in pinned memory, too.
+    device: where the model's tensors will be ("cuda": the current one), for samples in pinned memory from the first
+        step on. None: the device is known from the first exchange on, as of shared samples.
     """
 
     def __init__(
@@ -308,7 +303,9 @@ class BalancedStepLoader(_Loader[list[dict[str, Tensor]]]):
                 raise ArgumentError(f"per_token, per_sample: got {name!r} twice, expected each name once")
         if seq_lens is None and not per_token:
             raise ArgumentError("per_token: got none, expected names of tensors, or seq_lens")
-        super().__init__(loader, balancer, seq_lens or partial(_rows_of, per_token[0]), masks, work, device)
+        super().__init__(loader, balancer, seq_lens or partial(_rows_of, per_token[0]), masks, work)
+        if device is not None:
+            balancer.expect_device(torch.device(device))
         with contextlib.suppress(StateError):  # "auto": the balancer chooses it for the first step
             self._check_shared(Topology(balancer.topology, balancer.num_ranks))
         self._step_plan: Plan | None = None

@@ -38,7 +38,7 @@ from knapformer.trainers import keep_lists
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_SEEDS = (-(2**63), 2**64 - 1)  # that torch takes
+_MAX_SEED = 2**62  # of an epoch, too: torch takes their sum as a seed
 _STEPS_KEPT = 8  # plans that are kept: a DataLoader's workers fetch ahead of the step that a trainer asks for
 
 
@@ -153,7 +153,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         num_replicas, rank = _place(num_replicas, rank)
         batch_size = integer("batch_size", batch_size, 1)
         micro_batches = integer("micro_batches", micro_batches, 1)
-        seed = integer("seed", seed, *_SEEDS)
+        seed = integer("seed", seed, 0, _MAX_SEED)
         if topology == "auto":
             raise ArgumentError(
                 "topology: got 'auto', expected one for all steps, as the balancer that follows has; "
@@ -243,7 +243,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
     def set_epoch(self, epoch: int) -> None:
         """Sets the order of the next pass, which starts at the epoch's first sample, unless a state of this epoch was
         loaded. A pass that an iterator is at goes on unchanged, and is "this pass" until the next one begins."""
-        epoch = integer("epoch", epoch, *self._epochs)
+        epoch = integer("epoch", epoch, 0, _MAX_SEED)
         if self._lowest_epoch is not None and epoch < self._lowest_epoch:
             raise StateError(
                 f"epoch: got {epoch}, though a state of epoch {self._lowest_epoch} was loaded; expected no lower one "
@@ -256,11 +256,6 @@ class BalancedBatchSampler(Sampler[list[int]]):
     def sampler(self) -> BalancedBatchSampler:
         """Itself: accelerate and Lightning call `set_epoch` of a batch sampler's `sampler`."""
         return self
-
-    @property
-    def _epochs(self) -> tuple[int, int]:
-        """The lowest and the highest: with the seed they make a seed of torch's."""
-        return _SEEDS[0] - self._order.seed, _SEEDS[1] - self._order.seed
 
     def num_samples(self, step: int) -> int:
         """The samples of all ranks in an optimizer step of this pass."""
@@ -369,7 +364,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         for name in ("epoch", "next_sample"):
             if name not in state:
                 raise ArgumentError(f"state: got no {name}, expected one, as state_dict returned it")
-        epoch = integer("state", state["epoch"], *self._epochs, of="epoch ")
+        epoch = integer("state", state["epoch"], 0, _MAX_SEED, of="epoch ")
         next_sample = integer("state", state["next_sample"], 0, self._order.num_samples, of="sample ")
         self._check_last_step(next_sample)
         self._lowest_epoch = epoch
