@@ -1,11 +1,10 @@
 """Memory of training steps on local ranks: of plans, beside what `knapformer doctor` predicts; and of checkpointing.
 
-    python bench/bench_memory.py [--ranks 4] [--json build/bench/memory.json]
+    python bench/bench_memory.py [--json build/bench/memory.json]
 
-plans         a FLUX of 3 blocks 256 wide, float32, and joint's lengths at a twelfth, as its width is. For each rank the
-              most resident memory of its process in the forward and backward passes of a micro-batch (VmHWM of Linux),
-              less what was resident before: torch, parameters, gradients, the batch. Predicted for the tokens of that
-              micro-batch by knapformer.tools.doctor.memory.
+plans         on 4 ranks, a FLUX of 3 blocks 256 wide, float32, and joint's lengths at a twelfth, as its width is. For
+              each rank the most resident memory of its process in the forward and backward passes of a micro-batch
+              (VmHWM of Linux), less what was resident before: torch, parameters, gradients, the batch
 checkpointing the plain transformer (4 blocks of width 512, float32, topology g2n1) on one batch, on 2 ranks: the
               all-to-alls of a step, and what the forward pass leaves (allocated minus freed, by the profiler)
 """
@@ -22,7 +21,7 @@ from driver import NUM_RANKS, on_ranks, parser_of, write_results
 
 import knapformer
 
-MIX, MICRO_BATCHES, D_MODEL = "joint", 8, 256
+MIX, MICRO_BATCHES, D_MODEL, NESTED = "joint", 8, 256, "g4/2/1n1"
 LIMIT = 1.25  # times the mean tokens of a rank and micro-batch
 PLANNED = "flux-demo"
 TRAINED = knapformer.TrainedModel(num_blocks=3, num_parameters=5e6, shard_ranks=1)
@@ -33,12 +32,10 @@ WAYS = {"none": (False, False), "blocks": (True, False), "blocks, exchanges kept
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--ranks", type=int, choices=(2, 4), default=4, help="that share plans (default 4)")
-    args = parser.parse_args()
+    args = parser_of(__doc__).parse_args()
     # What tensors free goes back to the system at once, so that resident memory follows them.
     os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    plans = on_ranks(memory_of_plans, args, args.ranks)
+    plans = on_ranks(memory_of_plans, args, 4)
     print("| computed again | plan | step, s | tokens of each rank | peak, MiB | predicted | highest over predicted |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for row in plans:
@@ -47,16 +44,15 @@ def main() -> None:
         cells = [row["again"], row["plan"], f"{row['step_s']:.3f}", *of_ranks, f"{over:.2f}"]
         print(f"| {' | '.join(cells)} |")
     ways = on_ranks(memory_of_checkpointing, args)
-    print("| computed again | all-to-alls | MiB after forward |")
-    print("| --- | --- | --- |")
+    print("| computed again | all-to-alls | MiB after forward |\n| --- | --- | --- |")
     for name, row in ways.items():
         print(f"| {name} | {row['all_to_alls']} | {row['forward_mib']:.1f} |")
     if args.json:
-        configuration = {"num_ranks": [args.ranks, NUM_RANKS], "models": [PLANNED, MODEL], "mix": MIX, "lens": LENS}
+        configuration = {"num_ranks": [4, NUM_RANKS], "models": [PLANNED, MODEL], "mix": MIX, "lens": LENS}
         write_results(args.json, "memory", configuration, plans=plans, ways=ways)
 
 
-def plans_of(step: list[list[int]], topology: str) -> list[tuple[str, knapformer.Plan | None, bool]]:
+def plans_of(step: list[list[int]]) -> list[tuple[str, knapformer.Plan | None, bool]]:
     """Name, plan of the step, and whether the balancer in the model follows it."""
     limit = round(LIMIT * sum(map(sum, step)) / len(step) / MICRO_BATCHES)
     of: Any = {"d_model": D_MODEL, "micro_batches": MICRO_BATCHES, "cluster": "cpu", "model": TRAINED}
@@ -66,8 +62,8 @@ def plans_of(step: list[list[int]], topology: str) -> list[tuple[str, knapformer
         ("none", None, False),
         ("whole samples", knapformer.plan(step, **whole).fill_ranks(), False),
         (f"whole samples, {short}", knapformer.plan(step, **whole, **limited).fill_ranks(), False),
-        (f"bags {topology}", knapformer.plan(step, topology, **of), True),
-        (f"bags {topology}, {short}", knapformer.plan(step, topology, **of, **limited), True),
+        (f"bags {NESTED}", knapformer.plan(step, NESTED, **of), True),
+        (f"bags {NESTED}, {short}", knapformer.plan(step, NESTED, **of, **limited), True),
     ]
 
 
@@ -85,9 +81,8 @@ def memory_of_plans(args: argparse.Namespace) -> list[dict[str, Any]]:
     drawn = [mix.draw_lengths(0, k, mix.num_ranks)[:: mix.num_ranks // num_ranks] for k in range(MICRO_BATCHES)]
     step = [[length for batch in drawn for length in batch[rank]] for rank in range(num_ranks)]
     flat = [length for lens in step for length in lens]
-    topology = {2: "g2/1n1", 4: "g4/2/1n1"}[num_ranks]
     config = load_config(PLANNED)
-    model, balancer = build_model(config), knapformer.SequenceBalancer(topology)
+    model, balancer = build_model(config), knapformer.SequenceBalancer(NESTED)
     init_weights(model)
 
     def peak(plan: knapformer.Plan | None, in_model: bool, k: int) -> tuple[int, float]:
@@ -114,7 +109,7 @@ def memory_of_plans(args: argparse.Namespace) -> list[dict[str, Any]]:
     for checkpointed in (False, True):
         set_checkpointing(model, checkpointed)
         predicted = MemoryModel.of(trained_model(config, torch.float32, checkpointed), D_MODEL, num_ranks)
-        for name, plan, in_model in plans_of(step, topology):
+        for name, plan, in_model in plans_of(step):
             found = torch.tensor([peak(plan, in_model, k) for k in range(MICRO_BATCHES)]).amax(0)
             of_ranks = [torch.zeros(2) for _ in range(num_ranks)]
             dist.all_gather(of_ranks, found)

@@ -50,10 +50,8 @@ void plan(benchmark::State& state, const SequenceLengths& lens, const std::strin
 }
 
 void greedy_joint_32(benchmark::State& state) { plan(state, joint(32), "g8n4", "greedy", {}); }
-void greedy_1024_16k(benchmark::State& state) { plan(state, five_lengths(1024, 16), "g8n128", "greedy", {}); }
 void greedy_16384_262k(benchmark::State& state) { plan(state, five_lengths(16384, 16), "g8n2048", "greedy", {}); }
 BENCHMARK(greedy_joint_32)->Unit(benchmark::kMicrosecond);
-BENCHMARK(greedy_1024_16k)->Unit(benchmark::kMillisecond);
 BENCHMARK(greedy_16384_262k)->Unit(benchmark::kMillisecond);
 
 void balanced_joint_32(benchmark::State& state) {
@@ -65,9 +63,6 @@ void balanced_b_1024_4k(benchmark::State& state) {
 void balanced_1024_16k(benchmark::State& state) {
   plan(state, five_lengths(1024, 16), "g8/4/2/1n128", "balanced", {.moves = state.range(0)});
 }
-void balanced_flat_joint_32(benchmark::State& state) {
-  plan(state, joint(32), "g4n8", "balanced", {.moves = state.range(0)});
-}
 BENCHMARK(balanced_joint_32)
     ->Arg(Effort::kLow)
     ->Arg(Effort::kDefault)
@@ -75,7 +70,6 @@ BENCHMARK(balanced_joint_32)
     ->Unit(benchmark::kMicrosecond);
 BENCHMARK(balanced_b_1024_4k)->Arg(Effort::kLow)->Arg(Effort::kDefault)->Unit(benchmark::kMillisecond);
 BENCHMARK(balanced_1024_16k)->Arg(Effort::kLow)->Arg(Effort::kDefault)->Unit(benchmark::kMillisecond);
-BENCHMARK(balanced_flat_joint_32)->Arg(Effort::kLow)->Arg(Effort::kDefault)->Unit(benchmark::kMicrosecond);
 
 /// A step of four micro-batches.
 void plan_step_of(benchmark::State& state, const SequenceLengths& lens) {
@@ -91,21 +85,19 @@ void plan_step_of(benchmark::State& state, const SequenceLengths& lens) {
   state.counters["exchanged_fraction"] = result.exchanged_fraction();
   state.counters["gap"] = prediction_of(result).gap();
 }
-SequenceLengths four_batches(const char* mix) {
+SequenceLengths four_batches() {
   std::vector<std::vector<int64_t>> lists(32);
   for (int32_t k = 0; k < 4; ++k) {
-    const auto batch = DataMix::parse(mix).draw_lengths(0, k, 32);
+    const auto batch = DataMix::parse("joint").draw_lengths(0, k, 32);
     for (size_t r = 0; r < lists.size(); ++r) lists[r].insert(lists[r].end(), batch[r].begin(), batch[r].end());
   }
   return SequenceLengths::from_lists(lists);
 }
 
-void step_joint_32(benchmark::State& state) { plan_step_of(state, four_batches("joint")); }
-void step_mixed_32(benchmark::State& state) { plan_step_of(state, four_batches("mixed")); }
+void step_joint_32(benchmark::State& state) { plan_step_of(state, four_batches()); }
 void step_1024_16k(benchmark::State& state) { plan_step_of(state, five_lengths(1024, 16)); }
 void step_16384_262k(benchmark::State& state) { plan_step_of(state, five_lengths(16384, 16)); }
 BENCHMARK(step_joint_32)->Arg(Effort::kLow)->Arg(Effort::kDefault)->Unit(benchmark::kMicrosecond);
-BENCHMARK(step_mixed_32)->Arg(Effort::kLow)->Arg(Effort::kDefault)->Unit(benchmark::kMicrosecond);
 BENCHMARK(step_1024_16k)->Arg(Effort::kLow)->Arg(Effort::kDefault)->Unit(benchmark::kMillisecond);
 BENCHMARK(step_16384_262k)->Arg(Effort::kDefault)->Unit(benchmark::kMillisecond);
 

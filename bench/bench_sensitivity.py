@@ -1,22 +1,29 @@
-"""What a wrong gamma, another network, and data that need no balancing cost, by predicted steps.
+"""What a wrong gamma, another network, data that need no balancing, and parts left out cost, by predicted steps.
 
     python bench/bench_sensitivity.py --json build/bench/sensitivity.json
     python bench/bench_sensitivity.py --part losing
 
     gamma     a step planned at one gamma and timed at another, the true one, over a step planned at the true one
     network   each alternative of `knapformer doctor` from NVLink to 25 Gbit/s Ethernet between all ranks
-    losing    data where balancing has nothing to gain: what it costs there; then samples longer than a rank can hold
+    losing    data where balancing has nothing to gain: what it costs there
+    caps      samples longer than a rank can hold
+    parts     planning without a part of the planner, or without overlap, on the workloads of bench_solvers.py
 
 Figures are means over steps of the published mixes and of made-up lengths, on 32 ranks. The cost model predicts the
-times (docs/cluster_model.md), with the default cluster, but without its fixed time of a step, and with FLUX's blocks.
+times (docs/cluster_model.md), with the default cluster, but (`parts` aside) without its fixed time of a step, and with
+FLUX's blocks.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
 import random
 import statistics
 from collections.abc import Callable, Sequence
+from typing import Any
 
+from bench_solvers import WORKLOADS, even
 from driver import parser_of, write_results
 from knapformer.tools.doctor.alternatives import alternatives, gain, ranked, sharing, simulate
 from knapformer.tools.ways import Draw, Lengths, Planning, micro_batches_of_step
@@ -25,9 +32,9 @@ import knapformer
 
 D_MODEL, NUM_RANKS = 3072, 32
 MODEL = knapformer.TrainedModel(num_heads=24)
-CLUSTER = knapformer.Cluster(fixed_s=0)
+CLUSTER, UNHIDDEN = knapformer.Cluster(fixed_s=0), knapformer.Cluster(overlaps_attention=False)
 TRUE_GAMMAS, PLANNED_GAMMAS = (0.25, 0.41, 0.7, 1.0), (0.25, 0.41, 1.0)
-TOPOLOGIES = ("g4n8", "g8n4", "g8/4/2/1n4")
+TOPOLOGIES = ("g4n8", "g8n4", "g8/4/2/1n4", "g1n32")
 NETWORKS = {  # GB/s inside a node of 8, between nodes
     "NVLink, 400 Gb/s": (120, 25),
     "NVLink, 100 Gb/s": (120, 6.25),
@@ -49,34 +56,19 @@ def steps_of(mix: str, num_steps: int, micro_batches: int) -> list[Lengths]:
 
 def gamma_rows(num_steps: int) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
-    for mix in ("low", "mixed", "joint"):
-        for micro_batches in (1, 4):
-            for topology in (*TOPOLOGIES, f"g1n{NUM_RANKS}"):
-                steps = steps_of(mix, num_steps, micro_batches)
-
-                def plans(lengths: Lengths, gamma: float) -> Sequence[knapformer.Plan]:
-                    settings = {"cluster": CLUSTER, "model": MODEL, "effort": "default"}
-                    step = knapformer.plan(
-                        lengths, topology, d_model=D_MODEL, gamma=gamma, micro_batches=micro_batches, **settings  # noqa: B023
-                    )  # fmt: skip
-                    return step.plans
-
-                def paid(planned: Sequence[knapformer.Plan], gamma: float) -> float:
-                    return sum(plan.on(gamma=gamma).predicted_time for plan in planned)
-
-                by_gamma = {g: [plans(step, g) for step in steps] for g in {*TRUE_GAMMAS, *PLANNED_GAMMAS}}
-                for true in TRUE_GAMMAS:
-                    right = statistics.fmean(paid(planned, true) for planned in by_gamma[true])
-                    over = {
-                        g: statistics.fmean(paid(planned, true) for planned in by_gamma[g]) / right
-                        for g in PLANNED_GAMMAS
-                    }
-                    row = {"mix": mix, "micro_batches": micro_batches, "topology": topology}
-                    rows.append(row | {"true_gamma": true, "over": over})
-                cells = " | ".join(
-                    "/".join(f"{row['over'][g]:.3f}" for g in PLANNED_GAMMAS) for row in rows[-len(TRUE_GAMMAS) :]
-                )
-                print(f"| {mix} | {micro_batches} | {topology} | {cells} |", flush=True)
+    for mix, micro_batches, topology in itertools.product(("low", "mixed", "joint"), (1, 4), TOPOLOGIES):
+        steps = steps_of(mix, num_steps, micro_batches)
+        how: Any = {"topology": topology, "d_model": D_MODEL, "micro_batches": micro_batches}
+        how |= {"cluster": CLUSTER, "model": MODEL}
+        plans = {g: [knapformer.plan(step, gamma=g, **how) for step in steps] for g in {*TRUE_GAMMAS, *PLANNED_GAMMAS}}
+        row: dict[str, object] = {"mix": mix, "micro_batches": micro_batches, "topology": topology}
+        cells = []
+        for true in TRUE_GAMMAS:
+            paid = {g: sum(plan.on(gamma=true).predicted_time for plan in planned) for g, planned in plans.items()}
+            over = {g: paid[g] / paid[true] for g in PLANNED_GAMMAS}
+            rows.append(row | {"true_gamma": true, "over": over})
+            cells.append("/".join(f"{value:.3f}" for value in over.values()))
+        print(f"| {mix} | {micro_batches} | {topology} |", " | ".join(cells), "|", flush=True)
     return rows
 
 
@@ -103,6 +95,7 @@ def planning_of(node: float = 120, network: float = 25, **model: object) -> Plan
 
 
 def network_rows(num_steps: int) -> list[dict[str, object]]:
+    print("|", " | ".join(speedups(planning_of(), steps_of("low", 1, 1))), "|")
     rows: list[dict[str, object]] = []
     for mix in ("mixed", "joint"):
         for micro_batches in (1, 4):
@@ -171,23 +164,57 @@ def cells_of(found: dict[str, float]) -> str:
     return " | ".join(f"{value:.2f}" for value in found.values())
 
 
+def parts_rows(_: int) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = []
+    for workload in WORKLOADS:
+        nested = f"g8/4/2/1n{workload.num_ranks // 8}"
+        drawn = [workload.lengths(seed) for seed in range(12 if workload.num_ranks <= 64 else 1)]
+
+        def plan(lengths: Lengths, topology: str, **how: Any) -> knapformer.Plan:
+            return knapformer.plan(lengths, topology, d_model=D_MODEL, gamma=workload.gamma, **how)  # noqa: B023
+
+        def evened(plan: knapformer.Plan) -> knapformer.Plan:
+            content = json.loads(plan.to_json())
+            lengths = [length for lens in plan.seq_lens for length in lens]
+            ranks = zip(plan.first_rank_of_sequence, plan.degree_of_sequence, lengths, strict=True)
+            content["chunk_lens_of_sequence"] = [list(even(*place).chunk_lens) for place in ranks]
+            return knapformer.Plan.from_json(json.dumps(content))
+
+        plans = [plan(lengths, nested) for lengths in drawn]
+        without = {
+            "annealing": lambda i: plan(drawn[i], nested, effort="low").predicted_time,  # noqa: B023
+            "uneven chunks": lambda i: evened(plans[i]).predicted_time,  # noqa: B023
+            "overlap": lambda i: plan(drawn[i], nested, cluster=UNHIDDEN).predicted_time,  # noqa: B023
+        }
+        saved = {
+            name: statistics.fmean(p.predicted_time / of(i) - 1 for i, p in enumerate(plans))
+            for name, of in without.items()
+        }
+        saved["gap"] = statistics.fmean(plan.gap for plan in plans)
+        rows.append({"workload": workload.name, "gamma": workload.gamma, **saved})
+        print(f"| {workload.name} {workload.gamma} |", " | ".join(f"{value:+.1%}" for value in saved.values()), "|")
+    return rows
+
+
+PARTS = {
+    "gamma": (gamma_rows, "mix, micro-batches, topology; for each true gamma the cost of planning at 0.25/0.41/1.0"),
+    "network": (network_rows, "mix, micro-batches, network; alternatives of doctor"),
+    "losing": (losing_rows, "data; the same, and the balancer with a topology that is not chosen for the data"),
+    "caps": (caps_rows, "tokens that a rank holds, micro-batches; sampler, bags"),
+    "parts": (parts_rows, "workload; saved by annealing, uneven chunks, overlap; gap"),
+}
+
+
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=10, help="of each row")
-    parser.add_argument("--part", choices=("gamma", "network", "losing"), help="alone (default: all)")
+    parser.add_argument("--part", choices=PARTS, help="alone (default: all)")
     args = parser.parse_args()
     rows: dict[str, list[dict[str, object]]] = {}
-    if args.part in (None, "gamma"):
-        print("gamma: mix, micro-batches, topology; for each true gamma the cost of planning at", *PLANNED_GAMMAS)
-        rows["gamma"] = gamma_rows(args.steps)
-    if args.part in (None, "network"):
-        print("network: mix, micro-batches, network;", *speedups(planning_of(), steps_of("low", 1, 1)), sep=" | ")
-        rows["network"] = network_rows(args.steps)
-    if args.part in (None, "losing"):
-        print("losing: data; the same, and the balancer with a topology that is not chosen for the data")
-        rows["losing"] = losing_rows(args.steps)
-        print("caps: tokens that a rank holds, micro-batches; sampler, bags")
-        rows["caps"] = caps_rows(args.steps)
+    for name, (rows_of, heading) in PARTS.items():
+        if args.part in (None, name):
+            print(f"{name}: {heading}")
+            rows[name] = rows_of(args.steps)
     if args.json:
         settings = {"d_model": D_MODEL, "ranks": NUM_RANKS, "steps": args.steps}
         write_results(args.json, "sensitivity", settings, **rows)
