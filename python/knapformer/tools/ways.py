@@ -151,6 +151,11 @@ class Step:
         return max(plan.max_tokens for plan in self.plans)
 
     @property
+    def work_s(self) -> float:
+        """Seconds of the samples' own work, spread evenly over the ranks."""
+        return self.own_share * self.figures["ideal_s"]
+
+    @property
     def num_tokens(self) -> int:
         return sum(plan.num_tokens for plan in self.plans)
 
@@ -242,15 +247,14 @@ def means(steps: Sequence[Step], peak_tflops: float | None) -> dict[str, Any]:
 
 
 def measured(
-    name: str | None, topology: str | None, steps: Sequence[Step], seconds: Sequence[float], model: TrainedModel,
-    peak_tflops: float | None,
-) -> dict[str, Any]:  # fmt: skip
-    """What files hold of the measured steps of a variant, by all commands that measure. seconds: of each step. An
-    infinite WIR becomes None."""
+    name: str | None, steps: Sequence[Step], seconds: Sequence[float], model: TrainedModel, peak_tflops: float | None
+) -> dict[str, Any]:
+    """What files hold of the measured steps of a variant, by all commands that measure. name: None or NO_BALANCER where
+    all are at home. seconds: of each step. An infinite WIR becomes None."""
     fbl_s, tokens = statistics.fmean(seconds), statistics.fmean(step.num_tokens for step in steps)
     return {
         "name": name,
-        "topology": topology,
+        "topology": None if name in (None, NO_BALANCER) else str(steps[0].plans[0].topology),
         "fbl_s": fbl_s,
         "fbl_per_step_s": list(seconds),
         "wir": number_or_none(statistics.fmean(step.wir for step in steps)),

@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from knapformer.calibration import Calibration
 from knapformer.tools.calibrate.fit import fit_exchange, fit_fixed
 from knapformer.tools.cli import main
 from printed import check_tables
 
 import knapformer as kf
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("knapformer._torch")
 
 
 @pytest.mark.usefixtures("flop_clock")

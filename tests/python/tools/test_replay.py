@@ -9,9 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from flop_clock import flops_of
+from knapformer.adapters.named import build_model, config_from_dict, load_config
 from knapformer.tools.cli import main
-from knapformer.tools.replay.shares import RankSeconds, RankShare, Variant, correlation, shares_of, spread
+from knapformer.tools.replay import shares as replay_shares
+from knapformer.tools.replay.shares import RankSeconds, RankShare, Replayer, Variant, correlation, shares_of, spread
 from knapformer.tools.ways import Step
+from masks import dense_mask
 from printed import check_tables
 
 import knapformer as kf
@@ -129,14 +134,6 @@ def test_correlation_and_spread() -> None:
     assert correlation([[1.0, 1.001]], [[3.0, 5.0]]) is None and correlation([[1.0, 2.0]], [[3.0, 3.0]]) is None
 
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("knapformer._torch")
-from flop_clock import flops_of  # noqa: E402
-from knapformer.adapters.named import build_model, config_from_dict, load_config  # noqa: E402
-from knapformer.tools.replay import device  # noqa: E402
-from knapformer.tools.replay.device import Replayer  # noqa: E402
-from masks import dense_mask  # noqa: E402
-
 CONFIG = config_from_dict({"kind": "transformer", "num_blocks": 3, "d_model": WIDTH, "num_heads": 8, "num_kv_heads": 8})
 CPU = torch.device("cpu")
 
@@ -178,7 +175,7 @@ def test_attention_that_is_run_is_that_of_the_masks(
     assert max(plan.degree_of_sequence) > 1
     config = CONFIG.replace(d_model=12 * heads, num_heads=heads, num_kv_heads=1)
     replayer, seen = Replayer(config, CPU, torch.float32, False), []
-    monkeypatch.setattr(device, "passes", lambda attend, inputs, _: seen.append((attend, inputs)))
+    monkeypatch.setattr(replay_shares, "passes", lambda attend, inputs, _: seen.append((attend, inputs)))
     shares = [of for share in shares_of(plan, heads, 1, text_of(plan)) for of in share.attention]
     for share in shares:
         replayer._attention_work(share)

@@ -26,8 +26,8 @@ def variants() -> tuple[Variant, Variant]:
     plans = [plan(lengths, "g2n1", d_model=16, gamma=1.0) for lengths in LENGTHS]
     home = [Step([plan_home(of)]) for of in plans]
     return (
-        Variant(NO_BALANCER, None, home, [4.0, 2.0], [0.5, 0.25], [3.0, 1.0]),
-        Variant("g2n1", "g2n1", [Step([of]) for of in plans], [2.0, 1.0], [0.5, 0.3], [3.0, 1.0]),
+        Variant(NO_BALANCER, home, [4.0, 2.0], [0.5, 0.25], [3.0, 1.0]),
+        Variant("g2n1", [Step([of]) for of in plans], [2.0, 1.0], [0.5, 0.3], [3.0, 1.0]),
     )
 
 
@@ -73,7 +73,7 @@ def test_ranks_wait_in_every_micro_batch() -> None:
 
 def test_an_infinite_ratio_is_null() -> None:
     step = Step([plan_home(plan([[5], []], "g2n1", d_model=16))])
-    alone = Variant(NO_BALANCER, None, [step], [1.0], [1.0], [1.0])
+    alone = Variant(NO_BALANCER, [step], [1.0], [1.0], [1.0])
     assert math.isinf(step.wir) and figures(alone, alone, MODEL, None)["wir"] is None
 
 

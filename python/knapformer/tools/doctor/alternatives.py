@@ -235,7 +235,7 @@ class Result:
     @property
     def work_s(self) -> float:
         """Of the samples' work alone, spread evenly over the ranks."""
-        return sum(map(work_s, self.steps)) / len(self.steps)
+        return sum(step.work_s for step in self.steps) / len(self.steps)
 
     @property
     def efficiency(self) -> float:
@@ -250,10 +250,6 @@ class Result:
     @property
     def max_tokens(self) -> int:
         return int(max(step.figures["max_tokens_per_rank"] for step in self.steps))
-
-
-def work_s(step: Step) -> float:
-    return step.own_share * step.figures["ideal_s"]
 
 
 def simulate(alternative: Alternative, draw: Draw) -> Result:
@@ -281,7 +277,7 @@ def gain(one: Result, other: Result) -> tuple[float, float]:
 
     def efficiency(result: Result, left_out: int | None) -> float:
         kept = [step for i, step in enumerate(result.steps) if i * count // len(result.steps) != left_out]
-        return sum(map(work_s, kept)) / sum(step.figures["total_s"] for step in kept)
+        return sum(step.work_s for step in kept) / sum(step.figures["total_s"] for step in kept)
 
     def ratio(left_out: int | None = None) -> float:
         return efficiency(one, left_out) / efficiency(other, left_out)

@@ -22,7 +22,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
     return {
         **host_environment(),
-        "accelerator": None if device.type == "cpu" else torch.get_device_module(device).get_device_name(device),
+        "accelerator": None if device.type == "cpu" else device_name(device),
         "threads_per_rank": torch.get_num_threads(),
     }
 
@@ -33,8 +33,9 @@ def default_dtype(device: torch.device) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    on = environment(device)
-    return str(on["accelerator"] or on["processor"])
+    import torch
+
+    return _processor() if device.type == "cpu" else str(torch.get_device_module(device).get_device_name(device))
 
 
 def host_environment() -> dict[str, Any]:

@@ -58,8 +58,7 @@ def run(args: argparse.Namespace) -> None:
     from knapformer.models.parallel import DTYPES
     from knapformer.tools.measure.environment import default_dtype, device_name, environment
     from knapformer.tools.measure.progress import Progress
-    from knapformer.tools.replay.device import Replayer
-    from knapformer.tools.replay.shares import Variant, shares_of
+    from knapformer.tools.replay.shares import Replayer, Variant, shares_of
 
     device = use_device(args.device, args.threads)
     args.model = args.model or _DEFAULT_MODELS[device.type]

@@ -1,15 +1,30 @@
-"""What each rank of a plan computes, and from its measured seconds to the figures of a step. Needs no torch."""
+"""What each rank of a plan computes, run on one device and timed; and from its seconds to the figures of a step.
+
+A rank's block is run in two phases, between which ranks that share sequences meet: the per-token layers over its chunks
+(the whole block, with attention replaced by passing its queries on), and attention over whole sequences on the rank's
+heads. What lies between the phases on a cluster, the exchanges, is modelled and not run.
+"""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
 
 from knapformer import Cluster, Plan, StepTime, TrainedModel, predict_step
 from knapformer._core import head_shares
+from knapformer._torch import MaskTables
+from knapformer.adapters.config import ModelConfig
+from knapformer.models.attention import kernel_for
+from knapformer.models.step import Attend, PackedStep
+from knapformer.tools.measure.blocks import build_kinds, passes
+from knapformer.tools.measure.timing import Work, measured_rounds, relative_spread
 from knapformer.tools.ways import Step, means, measured, number_or_none
 
 # Standard deviation over mean of the ranks' planned work, below which no correlation is computed.
@@ -121,10 +136,9 @@ class Variant:
         seconds, work = [[sum(rank) for rank in ranks] for ranks in of_ranks], [plan.workload_after for plan in plans]
         busy = [k for k, plan in enumerate(plans) if plan.num_tokens > 0]  # a planned step may have empty micro-batches
         busy_work, busy_seconds = ([of[k] for k in busy] for of in (work, seconds))
-        topology = None if self.name is None else str(steps[0].plans[0].topology)
         of_steps = [step.figures["total_s"] for step in steps]
         return {
-            **measured(self.name, topology, steps, of_steps, model, peak_tflops),
+            **measured(self.name, steps, of_steps, model, peak_tflops),
             **{term: mean[term] for term in (*StepTime.labels(), "fsdp_bytes")},
             "slowest_rank_s": math.fsum(max(of) for of in seconds) / len(steps),
             "measured_wir": number_or_none(statistics.fmean(_max_over_min(of) for of in busy_seconds)),
@@ -153,3 +167,103 @@ def spread(work: Sequence[Sequence[float]], seconds: Sequence[Sequence[float]]) 
 
 def _max_over_min(values: Sequence[float]) -> float:
     return max(values) / min(values) if min(values) > 0 else math.inf
+
+
+class _PassThrough(torch.autograd.Function):
+    """Replaces attention without computing it: q becomes o, and o's gradient goes to q, k and v."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ctx.num_kv_heads = k.shape[1]
+        return q.view_as(q)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        of_kv = grad[:, : ctx.num_kv_heads]
+        return grad, of_kv, of_kv
+
+
+class _TokenLayers(PackedStep):
+    """A step whose blocks compute everything but attention."""
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: Attend | None = None) -> Tensor:
+        return cast(Tensor, _PassThrough.apply(q, k, v))  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """One measurement: of which share, what it counts towards, and how often the model has it."""
+
+    share: int
+    field: str  # of RankSeconds
+    times: int
+    prepare: Callable[[], Work]
+
+
+class Replayer:
+    """A model's blocks, one of each kind, on a device."""
+
+    def __init__(
+        self, config: ModelConfig, device: torch.device, dtype: torch.dtype, checkpointing: bool, mode: str = "training"
+    ) -> None:
+        self._config, self._device, self._dtype, self._checkpointing = config, device, dtype, checkpointing
+        self._kinds = build_kinds(config, device, dtype, mode)
+
+    @property
+    def num_parameters(self) -> int:
+        """Of all blocks of the model."""
+        return sum(kind.count * parameter.numel() for kind in self._kinds for parameter in kind.block.parameters())
+
+    def num_measurements(self, shares: Sequence[RankShare]) -> int:
+        """The number of measurements in a round."""
+        return len(self._pieces_of(shares))
+
+    def _pieces_of(self, shares: Sequence[RankShare]) -> list[_Piece]:
+        pieces: list[_Piece] = []
+        for index, share in enumerate(shares):
+            if share.chunk_lens:
+                step = _TokenLayers(share.chunk_lens, self._config.d_model)
+                for kind in self._kinds:
+                    work = partial(kind.work, step, share.text_lens, self._checkpointing)
+                    pieces.append(_Piece(index, "token_s", kind.count, work))
+            for attention in share.attention:
+                field = "whole_attention_s" if attention.degree == 1 else "shared_attention_s"
+                pieces.append(_Piece(index, field, self._config.depth, partial(self._attention_work, attention)))
+        return pieces
+
+    def run(
+        self,
+        shares: Sequence[RankShare],
+        num_rounds: int,
+        num_warmup_rounds: int = 1,
+        on_done: Callable[[], None] = lambda: None,
+    ) -> tuple[list[RankSeconds], float | None]:
+        """Seconds of each share over all blocks of the model, forward, recompute and backward, medians of the rounds;
+        and the median spread between rounds, relative, where there are several.
+
+        on_done is called after each measurement: num_measurements times in a round.
+        """
+        pieces = self._pieces_of(shares)
+        rounds = measured_rounds(
+            [piece.prepare for piece in pieces], self._device, num_rounds, num_warmup_rounds, on_done
+        )
+        totals: list[dict[str, float]] = [{} for _ in shares]
+        for piece, times in zip(pieces, rounds, strict=True):
+            of = totals[piece.share]
+            of[piece.field] = of.get(piece.field, 0.0) + piece.times * statistics.median(times)
+        noise = statistics.median(map(relative_spread, rounds)) if rounds and num_rounds > 1 else None
+        return [RankSeconds(**total) for total in totals], noise
+
+    def _attention_work(self, share: AttentionShare) -> Work:
+        def rows(lens: Sequence[int], num_heads: int) -> Tensor:
+            shape = (sum(lens), num_heads, self._config.head_dim)
+            return torch.randn(shape, device=self._device, dtype=self._dtype, requires_grad=True)
+
+        queries, keys = [of.num_queries for of in share.rows], [of.num_keys for of in share.rows]
+        q, k, v = rows(queries, share.num_heads), rows(keys, share.num_kv_heads), rows(keys, share.num_kv_heads)
+        masks, lens, *parts = zip(*share.rows, strict=True)
+        attend = kernel_for(masks[0] if len(set(masks)) == 1 else None)
+        what: tuple[Any, ...] = (queries, keys, [of.first_query - of.first_key for of in share.rows])
+        if attend.takes_masks:
+            what = (MaskTables(masks, lens, list(zip(*parts, strict=True))),)
+        return passes(attend, (q, k, v, *what), self._checkpointing)

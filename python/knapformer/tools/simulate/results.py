@@ -26,7 +26,6 @@ class Variant:
     """One way to run the steps, and what was measured of it, an entry for each timed step."""
 
     name: str
-    topology: str | None  # None: no balancer
     steps: Sequence[Step]  # without a balancer, all at home
     latencies_s: Sequence[float]  # of the slowest rank
     losses: Sequence[float]  # mean over the samples of all ranks and micro-batches
@@ -67,7 +66,7 @@ def figures(variant: Variant, baseline: Variant, model: TrainedModel, peak_tflop
     )
     plans = [plan for step in variant.steps for plan in step.plans]
     return {
-        **measured(variant.name, variant.topology, variant.steps, variant.latencies_s, model, peak_tflops),
+        **measured(variant.name, variant.steps, variant.latencies_s, model, peak_tflops),
         "fbl_median_s": statistics.median(variant.latencies_s),
         "speed_up": gains[0],
         "speed_up_median": statistics.median(gains[1:]),

@@ -31,7 +31,6 @@ from knapformer.tools.measure.steps import sharded_model
 from knapformer.tools.measure.timing import synchronize
 from knapformer.tools.simulate.results import Variant, report
 from knapformer.tools.simulate.steps import SeededSample, Simulation, VariantStep
-from knapformer.tools.ways import PLANNED_STEP
 
 
 def simulate(args: argparse.Namespace, simulation: Simulation, device: torch.device) -> None:
@@ -80,10 +79,9 @@ def simulate(args: argparse.Namespace, simulation: Simulation, device: torch.dev
         num_parameters = sum(p.numel() for blocks in model.block_lists() for p in blocks.parameters())
     if rank != 0:
         return
-    topologies = {name: name for name in args.topology} | {PLANNED_STEP: f"g1n{simulation.num_ranks}"}
     variants = [
         Variant(
-            name, topologies.get(name), [ways[name].step for ways in kept], seconds, [of.loss for of in results],
+            name, [ways[name].step for ways in kept], seconds, [of.loss for of in results],
             [of.gradient_norm for of in results], first[name].same_samples,
         )
         for name, seconds, results in zip(names, latencies_s.tolist(), outcomes, strict=True)
