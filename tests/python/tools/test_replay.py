@@ -254,19 +254,11 @@ DATA = "g1b2i256f1s0,g1b1i512f1s0,g2b1i128f1s0"
 REPLAY = ["replay", "--data", DATA, "--model", "flux-tiny", "--max-text-tokens", "30"]
 
 
-def run(*arguments: str) -> Any:
-    threads = torch.get_num_threads()
-    try:
-        return main(list(arguments))
-    finally:
-        torch.set_num_threads(threads)
-
-
 @pytest.mark.usefixtures("flop_clock")
 def test_a_mix_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
     more = ["--topology", "g4n1", "--topology", "g2n2", "--steps", "2", "--repeats", "1", "--peak-tflops", "0.1"]
-    assert run(*REPLAY, *more, "--solver", "greedy", "--gamma", "0.5", "--json", str(out)) == 0
+    assert main([*REPLAY, *more, "--solver", "greedy", "--gamma", "0.5", "--json", str(out)]) == 0
     shown = capsys.readouterr().out
     check_tables(shown)
     result = json.loads(out.read_text())
@@ -293,7 +285,7 @@ def test_a_mix_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 def test_a_step_of_several_micro_batches_is_replayed(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     more = ["--topology", "g1n4", "--micro-batches", "2", "--repeats", "1", "--max-tokens-per-rank", "4000"]
-    assert run(*REPLAY, *more, "--gamma", "0.5", "--json", str(out)) == 0
+    assert main([*REPLAY, *more, "--gamma", "0.5", "--json", str(out)]) == 0
     none, alone, whole = json.loads(out.read_text())["variants"]
     assert [of["name"] for of in (none, alone, whole)] == [None, "g1n4", "step planned, g1n4"]
     mix = kf.DataMix.parse(DATA, max_text_tokens=30)
@@ -316,7 +308,7 @@ def test_a_step_of_several_micro_batches_is_replayed(tmp_path: Path) -> None:
 def test_wan_is_replayed_and_its_videos_alone_are_planned(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     more = ["--model", "wan-tiny", "--topology", "g2n2", "--repeats", "1", "--json", str(out)]
-    assert run(*REPLAY, *more, "--solver", "greedy", "--gamma", "0.5") == 0
+    assert main([*REPLAY, *more, "--solver", "greedy", "--gamma", "0.5"]) == 0
     mix = kf.DataMix.parse(DATA, max_text_tokens=30)
     patches = [[sample.visual_tokens for sample in mix.draw(0, 0, rank)] for rank in range(4)]
     plan = kf.plan(patches, "g2n2", d_model=load_config("wan-tiny").d_model, gamma=0.5, solver="greedy")
