@@ -10,9 +10,9 @@ from __future__ import annotations
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from knapformer.adapters.backend import attend_by
 from knapformer.adapters.samples import Sample, Samples
 from knapformer.device_copies import to_device
 from knapformer.models.layers import Rotation, rotate
-from knapformer.models.packing import Lengths, Segments, TwoStreams, lengths_list
+from knapformer.models.packing import Lengths, Segments, lengths_list
 from knapformer.models.step import PackedStep
 
 LIBRARY = "diffusers"
@@ -47,6 +47,15 @@ class Home:
     sequence_features: list[Tensor] = field(default_factory=list)  # each (samples, ...): a row goes where a chunk goes
     rest: Any = None  # what the head needs
     grids: list[Any] = field(default_factory=list)  # where samples are grids: sizes of each, in patches
+
+
+class Moved(NamedTuple):
+    """What Home holds, where the chunks are, while the blocks run."""
+
+    step: PackedStep
+    x: Tensor  # (chunk tokens, width)
+    features: list[Tensor]
+    of_chunk: list[Tensor]  # sequence_features
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +84,12 @@ class Chunks(Packed):
 
     step: PackedStep
     rotation: Rotation | None = None
+
+    def through(self, blocks: nn.ModuleList, run: RunBlock, x: Tensor, *arguments: Any) -> Tensor:
+        """The tokens after these blocks, each of which gets the same arguments."""
+        for block in blocks:
+            x = run(block, x, *arguments, self)
+        return x
 
     def rotated(self, *heads: Tensor) -> tuple[Tensor, ...]:
         """Queries and keys (chunk tokens, heads, head_dim), by the positions of their tokens."""
@@ -110,38 +125,22 @@ class OfSequences:
 
     def kernel(self, attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """For one call of a step's attention: attend(q, k, v, *prepared)."""
-        return _Kernel(self, attend)
+        first = 0  # a step's attention calls its kernel for sequences in the order of the chunks
 
-    def prepared(self, first: int, spans: tuple[tuple[int, int], ...], device: torch.device) -> Any:
-        if (first, spans) not in self._prepared:
-            self._prepared[first, spans] = self._prepare(self._of_chunks[first : first + len(spans)], spans, device)
-        return self._prepared[first, spans]
+        def call(
+            q: Tensor, k: Tensor, v: Tensor, lens: Lengths, key_lens: Any = None, starts: Lengths | None = None
+        ) -> Tensor:
+            nonlocal first
+            counts = lengths_list(lens)
+            spans = tuple(zip([0] * len(counts) if starts is None else lengths_list(starts), counts, strict=True))
+            if (key := (first, spans)) not in self._prepared:
+                rows = self._of_chunks[first : first + len(spans)]
+                self._prepared[key] = self._prepare(rows, spans, q.device)
+            first += len(counts)
+            return attend(q, k, v, *self._prepared[key])
 
-
-class _Kernel:
-    cuts_queries = True
-
-    def __init__(self, sequences: OfSequences, attend: Callable[..., Tensor]) -> None:
-        self._sequences, self._attend = sequences, attend
-        self._first = 0  # a step's attention calls its kernel for sequences in the order of the chunks
-
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, query_lens: Lengths, key_lens: Any = None, starts: Lengths | None = None
-    ) -> Tensor:
-        counts = lengths_list(query_lens)
-        spans = tuple(zip([0] * len(counts) if starts is None else lengths_list(starts), counts, strict=True))
-        prepared = self._sequences.prepared(self._first, spans, q.device)
-        self._first += len(counts)
-        return self._attend(q, k, v, *prepared)
-
-
-def of_kinds(lens: Tensor, spans: Sequence[tuple[int, int]], device: torch.device, kind: int) -> tuple[Any, ...]:
-    """Where queries, and where keys, of other kinds and of one kind lie, of sequences with so many tokens of each kind,
-    in order; and how many of the one kind each sequence has."""
-    keys = [torch.arange(lens.shape[1]).repeat_interleave(row) == kind for row in lens]
-    queries = [flags[first : first + count] for flags, (first, count) in zip(keys, spans, strict=True)]
-    places = (TwoStreams.of_flags(~torch.cat([torch.zeros(0).bool(), *of]), device) for of in (queries, keys))
-    return *places, *([int(flags.sum()) for flags in of] for of in (queries, keys))
+        call.cuts_queries = True  # type: ignore[attr-defined]
+        return call
 
 
 class Adapter(ABC):
@@ -157,20 +156,16 @@ class Adapter(ABC):
     optional: ClassVar[tuple[str, ...]] = ()
     # The layer that reads the samples' tokens: tensors without rows get the device and dtype of its weight.
     input_layer: ClassVar[str]
-    # For each list of blocks, by its name in the model, the packed forward of its blocks; and the names of a block's
-    # modules that attend.
-    blocks: ClassVar[dict[str, PackedForward]]
+    # The lists of blocks, by their names in the model; those that refine a text where the sample is, before it is a
+    # part of a balanced sequence; and the names of a block's modules that attend.
+    blocks: ClassVar[tuple[str, ...]]
+    refiners: ClassVar[tuple[str, ...]] = ()
     attentions: ClassVar[tuple[str, ...]] = ("attn",)
-    # Lists of blocks that refine a text where the sample is, before it is a part of a balanced sequence.
-    refiners: ClassVar[dict[str, PackedForward]] = {}
-    # The same for other modules of the model, or for each in a ModuleDict. FSDP gathers a module when it is called, not
-    # when only its parts are.
-    modules: ClassVar[dict[str, PackedForward]] = {}
-    # Classes of blocks and of those modules, by whose forward the packed one goes; none: not compared. They are those
-    # of LIBRARY, or of the adapter's own package.
-    forwards: ClassVar[tuple[str, ...]] = ()
+    # For classes of LIBRARY, or of the adapter's own package, the packed forward that goes by theirs: of blocks, and of
+    # other modules that are called with Packed. FSDP gathers a module when it is called, not when only its parts are.
+    packed: ClassVar[dict[str, PackedForward]]
     # Classes of attention processors, likewise, that compute the same as the packed blocks.
-    processors: ClassVar[tuple[str, ...]]
+    processors: ClassVar[tuple[str, ...]] = ()
     # Fields of the model's config with which, where they are set, it computes what packed blocks do not.
     refused: ClassVar[tuple[str, ...]] = ()
     # Modules of the blocks and of the model, beside those that attend, whose parts are called in place of the module.
@@ -199,8 +194,8 @@ class Adapter(ABC):
         self.max_text_tokens = max_text_tokens
 
     @classmethod
-    def lists(cls) -> dict[str, PackedForward]:
-        return cls.blocks | cls.refiners
+    def lists(cls) -> tuple[str, ...]:
+        return *cls.blocks, *cls.refiners
 
     @staticmethod  # noqa: B027  (most have nothing to check)
     def check_config(config: Any) -> None:
@@ -223,11 +218,7 @@ class Adapter(ABC):
     def embed(self, model: Any, samples: Samples) -> Home: ...
 
     @abstractmethod
-    def chunks(self, model: Any, step: PackedStep, x: Tensor, features: list[Tensor], of_chunk: list[Tensor]) -> Chunks:
-        """features, of_chunk: features and sequence_features of Home, moved to where the chunks are."""
-
-    @abstractmethod
-    def compute(self, model: Any, x: Tensor, of_chunk: list[Tensor], chunks: Any, run: RunBlock) -> Tensor:
+    def compute(self, model: Any, moved: Moved, run: RunBlock) -> Tensor:
         """All blocks: (chunk tokens, width) -> the same."""
 
     @abstractmethod
@@ -250,32 +241,45 @@ class Adapter(ABC):
         parts = (out,) if isinstance(out, Tensor) else out.to_tuple()
         return parts if len(parts) > 1 else parts[0]
 
-    def check_forward(self, name: str, module: nn.Module) -> None:
-        """Raises ArgumentError where a block or module has a forward that the packed one does not go by."""
-        of = next(base for base in type(module).__mro__ if "forward" in base.__dict__)
-        if self.forwards and not self._is_one_of(self.forwards, of):
-            raise ArgumentError(
-                f"{name}: got {type(module).__name__} with the forward of {name_of(of, self.forwards)}, which a packed "
-                f"call would not compute, expected that of {' or '.join(self.forwards)} (Adapter.forwards)"
-            )
-
-    def check_parts(self, model: Any) -> None:
-        """Raises ArgumentError where a module that is called in parts has a forward of a user's own."""
+    def packed_modules(self, model: nn.Module) -> Iterator[tuple[str, nn.Module, PackedForward]]:
+        """The modules that have a packed forward, by their names. Raises ArgumentError where a forward of a user's own
+        would be passed by: of one of them, or of a module that is called in parts."""
+        found = set()
         owners = {"": model}
+        for name, module in model.named_modules():
+            known = next((base for base in type(module).__mro__ if self._is_one_of(tuple(self.packed), base)), None)
+            if known is None:
+                continue
+            if (of := _of_forward(module)) is not known:
+                self._refuse(name, module, of)
+            found.add(module)
+            owners[f"{name}."] = module
+            yield name, module, self.packed[known.__name__]
         for name in self.lists():
-            blocks = enumerate(model.get_submodule(name))
-            owners |= {f"{name}.{i}.": block for i, wrapper in blocks for block in originals_of(wrapper)}
+            for i, block in enumerate(model.get_submodule(name).children()):
+                if found.isdisjoint(block.modules()):
+                    self._refuse(f"{name}.{i}", block, _of_forward(block))
         for name, part in itertools.product(owners, (*self.attentions, *self.in_parts)):
             module = getattr(owners[name], part, None)
-            of = next((base for base in type(module).__mro__ if "forward" in base.__dict__), None)
-            if of is not None and package_of(of) not in (LIBRARY, *_WRAPPERS, package_of(type(self))):
+            if module is not None and package_of(_of_forward(module)) not in (LIBRARY, *_WRAPPERS, *self._own):
                 raise ArgumentError(
                     f"{name}{part}: got {type(module).__name__} with a forward of its own, which a packed call would "
                     f"not compute, expected a class of {LIBRARY} (Adapter.in_parts)"
                 )
 
+    def _refuse(self, name: str, module: nn.Module, of: type) -> None:
+        got, expected = name_of(of, tuple(self.packed)), " or ".join(self.packed) or "none"
+        raise ArgumentError(
+            f"{name}: got {type(module).__name__} with the forward of {got}, which a packed call would not compute, "
+            f"expected that of {expected} (Adapter.packed)"
+        )
+
+    @property
+    def _own(self) -> list[str]:
+        return [package_of(type(self))]
+
     def _is_one_of(self, names: Sequence[str], of: type) -> bool:
-        return of.__name__ in names and package_of(of) in (LIBRARY, package_of(type(self)))
+        return of.__name__ in names and package_of(of) in (LIBRARY, *self._own)
 
     def check(self, model: Any) -> None:
         """Raises StateError where the model computes what packed blocks do not."""
@@ -289,15 +293,21 @@ class Adapter(ABC):
         for name in self.lists():
             for i, block in enumerate(model.get_submodule(name)):
                 for attention in self.attentions:
-                    processor = getattr(getattr(block, attention), "processor", None)
-                    if not self._is_one_of(self.processors, type(processor)):
-                        got, expected = name_of(type(processor), self.processors), " or ".join(self.processors)
-                        raise StateError(f"{name}[{i}].{attention}.processor: got {got}, expected {expected}")
-                    if getattr(processor, "_parallel_config", None) is not None:
-                        raise StateError(
-                            f"{name}[{i}].{attention}.processor: got a model with diffusers' context parallelism, "
-                            "expected one without: bags of the balancer share sequences"
-                        )
+                    self._check_attention(f"{name}[{i}].{attention}", getattr(block, attention))
+
+    def _check_attention(self, name: str, attn: Any) -> None:
+        processor = getattr(attn, "processor", None)
+        if not self._is_one_of(self.processors, type(processor)):
+            got = name_of(type(processor), self.processors)
+            expected = " or ".join(self.processors) or "one of Adapter.processors, which has none"
+            raise StateError(f"{name}.processor: got {got}, expected {expected}")
+        if getattr(processor, "_parallel_config", None) is not None:
+            raise StateError(
+                f"{name}.processor: got a model with diffusers' context parallelism, expected one without: bags of the "
+                "balancer share sequences"
+            )
+        if hasattr(attn, "unfuse_projections") and attn.fused_projections:  # elsewhere the processor says it
+            raise StateError(f"{name}: got fused projections, expected transformer.unfuse_qkv_projections()")
 
 
 def expect(condition: bool, name: str, value: object, expected: str) -> None:
@@ -314,15 +324,9 @@ def name_of(of: type, expected: Sequence[str]) -> str:
     return f"{of.__name__} of {of.__module__}" if of.__name__ in expected else of.__name__
 
 
-def originals_of(module: Any) -> list[nn.Module]:
-    """The module inside the wrappers of FSDP1, torch.compile and activation checkpointing, or itself. With PEFT's
-    modules_to_save also its copies, of which one is called in its place."""
-    if hasattr(module, "original_module"):
-        inner = (module.original_module, *module.modules_to_save.values())
-        return [original for each in inner for original in originals_of(each)]
-    for name in ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"):
-        module = getattr(module, name, module)
-    return [module]
+def _of_forward(module: nn.Module) -> type:
+    """The class whose forward the module has."""
+    return next(base for base in type(module).__mro__ if "forward" in base.__dict__)
 
 
 def rotation_rows(cos: Tensor, sin: Tensor) -> Tensor:
@@ -340,6 +344,13 @@ def runs_of(values: Tensor, device: torch.device) -> tuple[Tensor, Segments]:
     run of each token; on the device. values (tokens,) on the CPU."""
     of_runs, counts = torch.unique_consecutive(values, return_counts=True)
     return to_device(of_runs, device), Segments.of_lengths(counts, device)
+
+
+def rows_of_runs(table: Tensor, row_of_token: Tensor) -> tuple[Tensor, Segments]:
+    """As runs_of, where tokens of a sample have one of several rows. table (samples or chunks, their rows, ...);
+    row_of_token counts all of these through."""
+    of_runs, of_token = runs_of(row_of_token, table.device)
+    return table.flatten(0, 1).index_select(0, of_runs), of_token
 
 
 def random_mask(size: Any) -> Tensor | None:

@@ -9,8 +9,8 @@ before.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from knapformer import ArgumentError, StateError
-from knapformer.adapters.adapter import MAX_TEXT_TOKENS, Adapter, Packed, PackedForward, originals_of
+from knapformer.adapters.adapter import MAX_TEXT_TOKENS, Adapter, Moved, Packed
 from knapformer.adapters.registry import find_model
 from knapformer.adapters.samples import Predictions, Sample
 from knapformer.balancer import SequenceBalancer
@@ -29,17 +29,12 @@ Model = TypeVar("Model", bound=nn.Module)
 _STATE = "_knapformer"
 
 
+@dataclass(eq=False)
 class _Balanced:
-    """What a packed call needs of a model or of one of its modules; the module holds it.
+    """What a packed call needs of a model, which holds it. A deep copy of the model shares it."""
 
-    A deep copy of the module shares it: a balancer is not copied.
-    """
-
-    def __init__(self, **parts: Any) -> None:
-        self.adapter: Adapter
-        self.balancer: SequenceBalancer | None
-        self.packed_forward: PackedForward
-        self.__dict__.update(parts)
+    adapter: Adapter
+    balancer: SequenceBalancer | None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Balanced:
         return self
@@ -82,22 +77,20 @@ def balance(
         raise ArgumentError(f"max_text_tokens: got {max_text_tokens!r}, expected an integer, at least 0")
     model, adapter_class = find_model(transformer)
     unbalance(model)
-    packed = list(_modules_of(model, adapter_class))
     adapter = adapter_class(max_text_tokens)
     adapter.check(model)
-    adapter.check_parts(model)
-    parts = {id(module) for module, _ in packed}
-    for name, module in model.named_modules():
-        if id(module) in parts:
-            adapter.check_forward(name, module)
-        if (module is model or id(module) in parts) and "forward" in module.__dict__:
+    packed = list(adapter.packed_modules(model))
+    for name, module in (("transformer", model), *((name, module) for name, module, _ in packed)):
+        if "forward" in module.__dict__:
             raise StateError(
-                f"{name or 'transformer'}.forward: got one that was put on the object, expected its class's: call "
-                "accelerate's prepare, and add hooks, after balance()"
+                f"{name}.forward: got one that was put on the object, expected its class's: call accelerate's prepare, "
+                "and add hooks, after balance()"
             )
-    _replace(model, _model_forward, adapter=adapter, balancer=balancer)
-    for module, packed_forward in packed:
-        _replace(module, _module_forward, packed_forward=packed_forward)
+    for _, module, packed_forward in packed:
+        setattr(module, _STATE, packed_forward)
+        module.forward = MethodType(_module_forward, module)
+    setattr(model, _STATE, _Balanced(adapter, balancer))
+    model.forward = MethodType(_model_forward, model)
     return transformer
 
 
@@ -118,33 +111,16 @@ def balanced(transformer: nn.Module) -> _Balanced:
     return transformer.__dict__[_STATE]
 
 
-def _modules_of(model: Any, adapter: type[Adapter]) -> Iterator[tuple[nn.Module, PackedForward]]:
-    """The model's modules that a packed call goes through, and what they compute there."""
-    for name, packed_forward in adapter.lists().items():
-        for block in model.get_submodule(name):
-            yield from ((module, packed_forward) for module in originals_of(block))
-    for name, packed_forward in adapter.modules.items():
-        of = model.get_submodule(name)
-        for module in of.values() if isinstance(of, nn.ModuleDict) else [of]:
-            yield from ((original, packed_forward) for original in originals_of(module))
-
-
 def _check_packed(model: Any, adapter: Adapter) -> None:
     for name in adapter.lists():
         for i, block in enumerate(model.get_submodule(name)):
-            # Mostly it is the first of these; a wrapper that is not known here may hold the block.
-            if not any(_STATE in module.__dict__ for module in itertools.chain(originals_of(block), block.modules())):
+            if not any(_STATE in module.__dict__ for module in block.modules()):
                 raise StateError(f"{name}[{i}]: got a block that came after balance(), expected balance() again")
-
-
-def _replace(module: nn.Module, forward: Any, **parts: Any) -> None:
-    setattr(module, _STATE, _Balanced(**parts))
-    module.forward = MethodType(forward, module)
 
 
 def _module_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if args and isinstance(args[-1], Packed):
-        return module.__dict__[_STATE].packed_forward(module, *args)
+        return module.__dict__[_STATE](module, *args)
     return type(module).forward(module, *args, **kwargs)
 
 
@@ -183,9 +159,8 @@ def _packed_call(
         return block(*args)
 
     step = PackedStep(home.seq_lens, home.x.shape[1], balancer, adapter.mask(model), planned, bool(placed))
-    x, features, of_chunk = step.enter(home.x, home.features, home.sequence_features)
-    chunks = adapter.chunks(model, step, x, features, of_chunk)
-    parts = adapter.head(model, step.leave(adapter.compute(model, x, of_chunk, chunks, run)), home)
+    moved = Moved(step, *step.enter(home.x, home.features, home.sequence_features))
+    parts = adapter.head(model, step.leave(adapter.compute(model, moved, run)), home)
     zero = torch.stack([part.out[:0].sum() for part in parts]).sum()
     predictions = [adapter.predictions(model, part.out, part.lens, home) for part in parts]
     if not placed:

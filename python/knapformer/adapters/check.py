@@ -207,7 +207,10 @@ def _compared(model: Any, samples: Sequence[Sample], change: Callable[[Any], Non
     outputs, expected = one_by_one(model, samples)
     if change is not None:
         change(model)
-    predictions = balance(model)(samples)
+    try:
+        predictions = balance(model)(samples)
+    except TypeError as error:
+        raise StateError(f"{error}: modules that are called with Packed need an entry in Adapter.packed") from error
     sum((sample_loss(p, s) for p, s in zip(predictions, samples, strict=True)), predictions.zero).backward()
     return _differences(dict(enumerate(predictions)), outputs, gradients(model), expected)
 

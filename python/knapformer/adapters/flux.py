@@ -3,15 +3,14 @@ ChromaTransformer2DModel and Flux2Transformer2DModel."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from knapformer.adapters.adapter import Home, Packed, clip_half, random_mask
+from knapformer.adapters.adapter import Home, Moved, Packed, RunBlock, clip_half, random_mask
 from knapformer.adapters.joint import (
+    NORM_OUT,
     JointAdapter,
     JointChunks,
     adaptive_double_block,
@@ -46,8 +45,10 @@ class Flux(JointAdapter):
     )  # fmt: skip
     optional: ClassVar[tuple[str, ...]] = ("guidance",)
     input_layer = "x_embedder"
-    blocks = {"transformer_blocks": adaptive_double_block, "single_transformer_blocks": adaptive_single_block}
-    forwards = ("FluxTransformerBlock", "FluxSingleTransformerBlock", *JointAdapter.forwards)
+    blocks = ("transformer_blocks", "single_transformer_blocks")
+    packed = {
+        "FluxTransformerBlock": adaptive_double_block, "FluxSingleTransformerBlock": adaptive_single_block,
+    } | NORM_OUT  # fmt: skip
     in_parts = ("norm1", "norm1_context", "norm")
     processors = ("FluxAttnProcessor",)
     small = {
@@ -97,7 +98,10 @@ class LongCatImage(Flux):
     left_out = ""
     required = JointAdapter.required
     optional = ()
-    forwards = ("LongCatImageTransformerBlock", "LongCatImageSingleTransformerBlock", *JointAdapter.forwards)
+    packed = {
+        "LongCatImageTransformerBlock": adaptive_double_block,
+        "LongCatImageSingleTransformerBlock": adaptive_single_block,
+    } | NORM_OUT
     processors = ("LongCatImageAttnProcessor",)
     small = {name: value for name, value in Flux.small.items() if name != "guidance_embeds"}
     named_configs = {}
@@ -118,9 +122,11 @@ class Chroma(JointAdapter):
     left_out = "ControlNet, IP adapters, masks of numbers (which diffusers adds to the scores)"
     optional = ("attention_mask",)
     input_layer = "x_embedder"
-    blocks = {"transformer_blocks": double_block, "single_transformer_blocks": single_block}
-    modules = {"norm_out": pruned_norm}
-    forwards = ("ChromaTransformerBlock", "ChromaSingleTransformerBlock", "ChromaAdaLayerNormContinuousPruned")
+    blocks = Flux.blocks
+    packed = {
+        "ChromaTransformerBlock": double_block, "ChromaSingleTransformerBlock": single_block,
+        "ChromaAdaLayerNormContinuousPruned": pruned_norm,
+    }  # fmt: skip
     in_parts = ("norm1", "norm1_context", "norm")
     processors = ("FluxAttnProcessor",)
     small = {
@@ -143,11 +149,18 @@ class Chroma(JointAdapter):
         )
         return self.home(model.context_embedder(text), text_lens, image, image_lens, (of_text, of_image), table)
 
-    def block_arguments(self, model: Any, cond: Tensor) -> tuple[Iterable[tuple[Tensor, ...]], ...]:
-        """cond (chunks, rows, width): of single blocks, of images in double blocks, of texts there, of the head."""
-        num_double, num_single = len(model.transformer_blocks), len(model.single_transformer_blocks)
-        single, of_image, of_text, _ = cond.split([3 * num_single, 6 * num_double, 6 * num_double, 2], 1)
-        return zip(of_text.split(6, 1), of_image.split(6, 1), strict=True), zip(single.split(3, 1), strict=True)
+    def compute(self, model: Any, moved: Moved, run: RunBlock) -> Tensor:
+        """Rows of modulation: of single blocks, of images in double blocks, of texts there, of the head."""
+        chunks, double, single = self.chunks(moved), model.transformer_blocks, model.single_transformer_blocks
+        counts = [3 * len(single), 6 * len(double), 6 * len(double), 2]
+        of_single, of_image, of_text, _ = moved.of_chunk[0].split(counts, 1)
+        text, image = chunks.streams.split(moved.x)
+        for block, *rows in zip(double, of_text.split(6, 1), of_image.split(6, 1), strict=False):
+            text, image = run(block, text, image, *rows, chunks)
+        x = chunks.streams.join(text, image)
+        for block, of_block in zip(single, of_single.split(3, 1), strict=False):
+            x = run(block, x, of_block, chunks)
+        return x
 
     def last(self, model: Any, image: Tensor, cond: Tensor, packed: Packed) -> Tensor:
         return super().last(model, image, cond[:, -2:], packed)
@@ -179,8 +192,8 @@ class Flux2(JointAdapter):
     left_out = "the cache of reference images"
     optional = ("guidance",)
     input_layer = "x_embedder"
-    blocks = {"transformer_blocks": double_block, "single_transformer_blocks": parallel_block}
-    forwards = ("Flux2TransformerBlock", "Flux2SingleTransformerBlock", *JointAdapter.forwards)
+    blocks = Flux.blocks
+    packed = {"Flux2TransformerBlock": double_block, "Flux2SingleTransformerBlock": parallel_block} | NORM_OUT
     processors = ("Flux2AttnProcessor", "Flux2ParallelSelfAttnProcessor")
     small = {
         "in_channels": 5, "num_layers": 1, "num_single_layers": 2, "attention_head_dim": 12, "num_attention_heads": 3,
@@ -208,10 +221,10 @@ class Flux2(JointAdapter):
         image, text = model.x_embedder(image), model.context_embedder(text)
         return self.home(text, text_lens, image, image_lens, rotation, cond)
 
-    def block_arguments(self, model: Any, cond: Tensor) -> tuple[Iterable[tuple[Tensor, ...]], ...]:
-        modulations = (model.double_stream_modulation_txt, 6), (model.double_stream_modulation_img, 6)
-        *double, single = (
-            modulation(cond).unflatten(-1, (count, -1))
-            for modulation, count in (*modulations, (model.single_stream_modulation, 3))
-        )
-        return itertools.repeat(tuple(double)), itertools.repeat((single,))
+    def compute(self, model: Any, moved: Moved, run: RunBlock) -> Tensor:
+        chunks, (cond,) = self.chunks(moved), moved.of_chunk
+        double = (model.double_stream_modulation_txt, model.double_stream_modulation_img)
+        rows = (modulation(cond).unflatten(-1, (6, -1)) for modulation in double)
+        x = chunks.through_both(model.transformer_blocks, run, moved.x, *rows)
+        rows_single = model.single_stream_modulation(cond).unflatten(-1, (3, -1))
+        return chunks.through(model.single_transformer_blocks, run, x, rows_single)

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from knapformer.adapters.adapter import Chunks, Home, Packed, RunBlock, rotation_of, rotation_rows, runs_of
-from knapformer.adapters.joint import JointAdapter, JointChunks
+from knapformer.adapters.adapter import Chunks, Home, Moved, Packed, RunBlock, rotation_of, rotation_rows, rows_of_runs
+from knapformer.adapters.joint import JointAdapter
 from knapformer.adapters.samples import Samples, one_after_another
 from knapformer.models.packing import TwoStreams, gated_add, modulate, segment_index
 
@@ -25,9 +25,7 @@ def block(block: Any, x: Tensor, rows: Tensor, chunks: Chunks) -> Tensor:
     attn, of_token = block.attn, chunks.of_token
     shift, scale, gate = rows.chunk(3, -1)
     normed = modulate(block.norm(x), shift, scale, of_token)
-    fused = attn.fused_projections
-    q, k, v = attn.to_qkv(normed).chunk(3, -1) if fused else (attn.to_q(normed), attn.to_k(normed), attn.to_v(normed))
-    q, k, v = (t.unflatten(-1, (-1, attn.head_dim)) for t in (q, k, v))
+    q, k, v = (to(normed).unflatten(-1, (-1, attn.head_dim)) for to in (attn.to_q, attn.to_k, attn.to_v))
     q, k = (t.to(v.dtype) for t in chunks.rotated(attn.norm_q(q.float()), attn.norm_k(k.float())))
     attended = attn.to_out[1](attn.to_out[0](chunks.attention(attn, q, k, v)))
     return gated_add(x, attended + block.ff(normed), gate, of_token)
@@ -43,10 +41,11 @@ class Flux3(JointAdapter):
     sequence = "text, image and reference tokens"
     optional = ("image_cond_hidden_states", "image_cond_ids", "target_timestep")
     input_layer = "context_embedder"
-    blocks = {"mode_blocks.image": block, "mode_blocks.image_cond": block, "single_transformer_blocks": block}
-    refiners = {"txt_mode_blocks": block}
-    modules = {"norm_out": final_norm}
-    forwards = ("Flux3ModeTransformerBlock", "Flux3SingleTransformerBlock", "Flux3AdaLayerNorm")
+    blocks = ("mode_blocks.image", "mode_blocks.image_cond", "single_transformer_blocks")
+    refiners = ("txt_mode_blocks",)
+    packed = {
+        "Flux3ModeTransformerBlock": block, "Flux3SingleTransformerBlock": block, "Flux3AdaLayerNorm": final_norm,
+    }  # fmt: skip
     processors = ("Flux3AttnProcessor",)
     small = {
         "in_channels": 6, "cond_in_channels": 5, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 12,
@@ -102,20 +101,15 @@ class Flux3(JointAdapter):
             cond = cond + embedded(model.target_timestep_embedder, target).unsqueeze(1)
         return cond
 
-    def compute(self, model: Any, x: Tensor, of_chunk: list[Tensor], chunks: JointChunks, run: RunBlock) -> Tensor:
-        cond, lens = of_chunk
+    def compute(self, model: Any, moved: Moved, run: RunBlock) -> Tensor:
+        chunks, x, (cond, lens) = self.chunks(moved), moved.x, moved.of_chunk
         of_image, of_known = F.silu(cond).unbind(1)
         for kind, active in ((_IMAGE, of_image), (_REFERENCE, of_known)):
-            part, rows = chunks.part(kind, lens), model.early_stream_modulations[_NAMES[kind]](active)
-            others, own = part.streams.split(x)
-            for each in model.mode_blocks[_NAMES[kind]]:
-                own = run(each, own, rows, part)
-            x = part.streams.join(others, own)
+            rows = model.early_stream_modulations[_NAMES[kind]](active)
+            x = chunks.part(kind, lens).through(model.mode_blocks[_NAMES[kind]], run, x, rows)
 
         of_kinds = zip(_NAMES, (of_known, of_image, of_known), strict=True)
         table = torch.stack([model.single_stream_modulations[name](active) for name, active in of_kinds], 1)
-        of_runs, of_token = runs_of(len(_NAMES) * segment_index(chunks.step.chunk_lens) + chunks.kinds, x.device)
-        rows, chunks = table.flatten(0, 1).index_select(0, of_runs), dataclasses.replace(chunks, of_token=of_token)
-        for each in model.single_transformer_blocks:
-            x = run(each, x, rows, chunks)
-        return x
+        rows, of_token = rows_of_runs(table, len(_NAMES) * segment_index(chunks.step.chunk_lens) + chunks.kinds)
+        chunks = dataclasses.replace(chunks, of_token=of_token)
+        return chunks.through(model.single_transformer_blocks, run, x, rows)

@@ -1,5 +1,5 @@
-"""HunyuanVideo: diffusers' HunyuanVideoTransformer3DModel. Masked text is left out; texts are refined where the sample
-is. A first frame that is given (image_condition_type "token_replace") has rows of modulation of its own."""
+"""HunyuanVideo and 1.5: diffusers' HunyuanVideoTransformer3DModel and HunyuanVideo15Transformer3DModel. Masked text is
+left out; texts are refined where the sample is."""
 
 from __future__ import annotations
 
@@ -12,10 +12,28 @@ import torch
 from torch import Tensor
 
 from knapformer import ArgumentError
-from knapformer.adapters.adapter import Chunks, Home, Packed, RunBlock, random_mask, rotation_rows, runs_of, unpatched
+from knapformer.adapters.adapter import (
+    Chunks,
+    Home,
+    Moved,
+    Packed,
+    RunBlock,
+    random_mask,
+    rotation_rows,
+    rows_of_runs,
+    unpatched,
+)
 from knapformer.adapters.flux import adaptive_single_block
-from knapformer.adapters.joint import JointAdapter, JointChunks, adaptive_rows, double_block, self_attention
-from knapformer.adapters.samples import Samples
+from knapformer.adapters.joint import (
+    NORM_OUT,
+    JointAdapter,
+    JointChunks,
+    adaptive_double_block,
+    adaptive_rows,
+    double_block,
+    self_attention,
+)
+from knapformer.adapters.samples import Samples, on_host, one_after_another
 from knapformer.device_copies import to_device
 from knapformer.models.packing import Segments, gated_add, segment_index
 
@@ -58,8 +76,7 @@ class Hunyuan(JointAdapter):
     """What HunyuanVideo and HunyuanVideo 1.5 share."""
 
     input_layer = "x_embedder.proj"
-    refiners = {"context_embedder.token_refiner.refiner_blocks": refiner_block}
-    modules = JointAdapter.modules | {"context_embedder": token_refiner, "x_embedder": patch_embedder}
+    refiners = ("context_embedder.token_refiner.refiner_blocks",)
     in_parts = ("norm1", "norm1_context", "norm", "norm_out")
     min_text_tokens = 1
     conditions = {
@@ -108,17 +125,22 @@ class Hunyuan(JointAdapter):
 
 
 class HunyuanVideo(Hunyuan):
+    """A first frame that is given (image_condition_type "token_replace") has rows of modulation of its own."""
+
     sequence = "video patches, and text tokens that no mask hides"
     left_out = "texts with the padding in front"
     required = ("hidden_states", "timestep", "encoder_hidden_states", "encoder_attention_mask", "pooled_projections")
     optional = ("guidance",)
-    blocks = {"transformer_blocks": video_block, "single_transformer_blocks": adaptive_single_block}
-    forwards = (
-        "HunyuanVideoTransformerBlock", "HunyuanVideoSingleTransformerBlock",
-        "HunyuanVideoTokenReplaceTransformerBlock", "HunyuanVideoTokenReplaceSingleTransformerBlock",
-        "HunyuanVideoIndividualTokenRefinerBlock", "HunyuanVideoTokenRefiner", "HunyuanVideoPatchEmbed",
-        *JointAdapter.forwards,
-    )  # fmt: skip
+    blocks = ("transformer_blocks", "single_transformer_blocks")
+    packed = {
+        "HunyuanVideoTransformerBlock": video_block,
+        "HunyuanVideoTokenReplaceTransformerBlock": video_block,
+        "HunyuanVideoSingleTransformerBlock": adaptive_single_block,
+        "HunyuanVideoTokenReplaceSingleTransformerBlock": adaptive_single_block,
+        "HunyuanVideoIndividualTokenRefinerBlock": refiner_block,
+        "HunyuanVideoTokenRefiner": token_refiner,
+        "HunyuanVideoPatchEmbed": patch_embedder,
+    } | NORM_OUT
     processors = ("HunyuanVideoAttnProcessor2_0", "AttnProcessor2_0")
     small = {
         "in_channels": 3, "out_channels": 2, "num_attention_heads": 3, "attention_head_dim": 14, "num_layers": 2,
@@ -135,23 +157,70 @@ class HunyuanVideo(Hunyuan):
         text, lens = self.refined_text(model, samples, times, leading=True)
         return self.home_of_videos(model, samples, text, lens, cond, first_frame=cond.shape[1] > 1)
 
-    def compute(self, model: Any, x: Tensor, of_chunk: list[Tensor], chunks: JointChunks, run: RunBlock) -> Tensor:
-        (cond,), streams = of_chunk, chunks.streams
+    def compute(self, model: Any, moved: Moved, run: RunBlock) -> Tensor:
+        chunks, (cond,) = self.chunks(moved), moved.of_chunk
         row_of_token = cond.shape[1] * segment_index(chunks.step.chunk_lens) + (chunks.kinds == _FIRST_FRAME)
-        of_runs, of_token = runs_of(row_of_token, x.device)
-        of_video_runs, of_video = runs_of(row_of_token[chunks.kinds > 0], x.device)
-        chunks = dataclasses.replace(chunks, of_token=of_token, of_image=of_video)
-        rows, video_rows = (cond.flatten(0, 1).index_select(0, of) for of in (of_runs, of_video_runs))
-        text, video = streams.split(x)
-        for each in model.transformer_blocks:
-            text, video = run(each, text, video, cond[:, 0], video_rows, chunks)
-        x = streams.join(text, video)
-        for each in model.single_transformer_blocks:
-            x = run(each, x, rows, chunks)
-        return x
+        rows, of_token = rows_of_runs(cond, row_of_token)
+        of_video, of_image = rows_of_runs(cond, row_of_token[chunks.kinds > 0])
+        chunks = dataclasses.replace(chunks, of_token=of_token, of_image=of_image)
+        x = chunks.through_both(model.transformer_blocks, run, moved.x, cond[:, 0], of_video)
+        return chunks.through(model.single_transformer_blocks, run, x, rows)
 
     def last(self, model: Any, image: Tensor, cond: Tensor, packed: Packed) -> Tensor:
         return super().last(model, image, cond[:, 0], packed)
+
+
+class HunyuanVideo15(Hunyuan):
+    """A picture of zeros, by which the model knows text-to-video, is left out like masked text."""
+
+    sequence = "video patches, and tokens of texts and picture that no mask hides"
+    required = (
+        "hidden_states", "timestep", "encoder_hidden_states", "encoder_attention_mask", "encoder_hidden_states_2",
+        "encoder_attention_mask_2", "image_embeds",
+    )  # fmt: skip
+    optional = ("timestep_r",)
+    blocks = ("transformer_blocks",)
+    packed = {
+        "HunyuanVideo15TransformerBlock": adaptive_double_block,
+        "HunyuanVideo15IndividualTokenRefinerBlock": refiner_block,
+        "HunyuanVideo15TokenRefiner": token_refiner,
+        "HunyuanVideo15PatchEmbed": patch_embedder,
+    } | NORM_OUT
+    processors = ("HunyuanVideo15AttnProcessor2_0", "AttnProcessor2_0")
+    small = {
+        "in_channels": 3, "out_channels": 2, "num_attention_heads": 3, "attention_head_dim": 14, "num_layers": 2,
+        "num_refiner_layers": 2, "mlp_ratio": 2.0, "patch_size": 2, "text_embed_dim": 10, "text_embed_2_dim": 9,
+        "image_embed_dim": 11, "rope_axes_dim": (2, 4, 8),
+    }  # fmt: skip
+    conditions = Hunyuan.conditions | {
+        "timestep_r": lambda config, size, draw: 1000 * draw.time() if config.use_meanflow else None,
+        "encoder_hidden_states_2": lambda config, size, draw: draw.normal(1, size.text_tokens, 9),
+        # The second text may be nothing but padding; and half of the samples have a picture.
+        "encoder_attention_mask_2": lambda config, size, draw: text_mask(size) * (size.grid[2] > 2),
+        "image_embeds": lambda config, size, draw: draw.normal(1, 5, 11) * (size.grid[2] == 3),
+    }
+
+    def embed(self, model: Any, samples: Samples) -> Home:
+        config = model.config
+        times = samples.one_each("timestep")
+        cond = model.time_embed(
+            times, samples.one_each("timestep_r") if samples.expect("timestep_r", config.use_meanflow) else None
+        )
+        text, text_lens = self.refined_text(model, samples, times, leading=False)
+        second, lens = samples.rows("encoder_hidden_states_2", config.text_embed_2_dim)
+        second_lens, second = samples.unmasked("encoder_attention_mask_2", lens, second)
+        image, image_lens = samples.rows("image_embeds", config.image_embed_dim)
+        parts = image.split(image_lens)
+        given = [bool(flag) for flag in on_host([part.any().reshape(1) for part in parts])]
+        image = torch.cat([image[:0], *(part for part, flag in zip(parts, given, strict=True) if flag)])
+        image_lens = [length * flag for length, flag in zip(image_lens, given, strict=True)]
+        of_kind = model.cond_type_embed(torch.arange(3, device=text.device))
+        context, context_lens = one_after_another(
+            (text + of_kind[0], text_lens),
+            (model.context_embedder_2(second) + of_kind[1], second_lens),
+            (model.image_embedder(image) + of_kind[2], image_lens),
+        )
+        return self.home_of_videos(model, samples, context, context_lens, cond)
 
 
 def text_mask(size: Any) -> Tensor:

@@ -6,10 +6,8 @@ head. An adapter adds the embedding and the blocks.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -19,13 +17,13 @@ from knapformer.adapters.adapter import (
     Adapter,
     Chunks,
     Home,
+    Moved,
     OfSequences,
     Packed,
     Part,
     RunBlock,
     clip_half,
     expect,
-    of_kinds,
     rotation_of,
     rotation_rows,
 )
@@ -46,6 +44,13 @@ class JointChunks(Chunks):
     of_text: Segments  # of_token of the text tokens alone
     of_image: Segments
 
+    def through_both(self, blocks: nn.ModuleList, run: RunBlock, x: Tensor, *arguments: Any) -> Tensor:
+        """As through, of blocks that take text and image apart."""
+        text, image = self.streams.split(x)
+        for block in blocks:
+            text, image = run(block, text, image, *arguments, self)
+        return self.streams.join(text, image)
+
     def part(self, kind: int, lens: Tensor) -> PartChunks:
         """The tokens of one kind alone, which attend to each other. lens (chunks, kinds): how many of each kind the
         whole sequence of a chunk has; they lie in the order of their kinds."""
@@ -53,7 +58,7 @@ class JointChunks(Chunks):
         streams = TwoStreams.of_flags(~flags, device)
         rotation = None if self.rotation is None else Rotation(streams.split(self.rotation.turns)[1])
         of_token = Segments.of_lengths(counts_of(flags, self.step.chunk_lens), device)
-        parts = OfSequences(lens, partial(of_kinds, kind=kind))
+        parts = parts_of(lens, kind)
         return PartChunks(step=self.step, of_token=of_token, rotation=rotation, streams=streams, parts=parts)
 
 
@@ -64,19 +69,55 @@ class PartChunks(Chunks):
     streams: TwoStreams  # where other tokens and these lie
     parts: OfSequences
 
+    def through(self, blocks: nn.ModuleList, run: RunBlock, x: Tensor, *arguments: Any) -> Tensor:
+        others, own = self.streams.split(x)
+        return self.streams.join(others, super().through(blocks, run, own, *arguments))
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attention(self, attn: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Of q, k, v of these tokens alone. They travel in their places in the sequence, beside zeros."""
         others = len(self.streams.text_rows)
-        q, k, v = (self.streams.join(t.new_zeros((others, *t.shape[1:])), t) for t in (q, k, v))
-        kernel = attend_by(attn) or PackedAttention()
+        both = ((t.new_zeros((others, *t.shape[1:])), t) for t in (q, k, v))
+        return parts_attention(attn, self.step, self.streams, self.parts, *both, reads=(None, 1))[1].flatten(1)
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, queries: TwoStreams, keys: TwoStreams, *counts: Any) -> Tensor:
-            others, q = queries.split(q)
-            out = kernel(q, keys.split(k)[1], keys.split(v)[1], *counts)
-            return queries.join(out.new_zeros((len(others), *out.shape[1:])), out)
 
-        return self.streams.split(self.step.attention(q, k, v, self.parts.kernel(attend)))[1].flatten(1)
+def parts_of(lens: Tensor, kind: int) -> OfSequences:
+    """For parts_attention: tokens of other kinds, and of this kind. lens: as in JointChunks.part."""
+
+    def prepare(lens: Tensor, spans: Sequence[tuple[int, int]], device: torch.device) -> tuple[Any, ...]:
+        keys = [torch.arange(lens.shape[1]).repeat_interleave(row) == kind for row in lens]
+        queries = [flags[first : first + count] for flags, (first, count) in zip(keys, spans, strict=True)]
+        places = (TwoStreams.of_flags(~torch.cat([torch.zeros(0).bool(), *of]), device) for of in (queries, keys))
+        counts = ([[int((flags == own).sum()) for flags in of] for own in (False, True)] for of in (queries, keys))
+        return *places, *counts
+
+    return OfSequences(lens, prepare)
+
+
+def parts_attention(
+    attn: nn.Module,
+    step: PackedStep,
+    streams: TwoStreams,
+    parts: OfSequences,
+    *heads: tuple[Tensor, Tensor],
+    reads: tuple[int | None, int],
+) -> tuple[Tensor, Tensor]:
+    """Attention between the two parts of each sequence that `parts` and `streams` are of. heads: queries, keys, values,
+    of both parts each; reads: for both the part to which its queries attend, None: to nothing (zeros)."""
+    kernel = attend_by(attn) or PackedAttention()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, queries: TwoStreams, keys: TwoStreams, *counts: Any) -> Tensor:
+        of_keys, outs = list(zip(keys.split(k), keys.split(v), counts[1], strict=True)), []
+        for part, num_queries, read in zip(queries.split(q), counts[0], reads, strict=True):
+            if read is None:
+                outs.append(torch.zeros_like(part))
+            else:
+                k, v, num_keys = of_keys[read]
+                outs.append(kernel(part, k, v, num_queries, num_keys))
+        return queries.join(*outs)
+
+    q, k, v = (streams.join(*pair) for pair in heads)
+    return streams.split(step.attention(q, k, v, parts.kernel(attend)))
 
 
 def counts_of(flags: Tensor, chunk_lens: list[int]) -> list[int]:
@@ -91,10 +132,11 @@ def final_norm(norm: Any, x: Tensor, cond: Tensor, packed: Packed) -> Tensor:
     return modulate(norm.norm(x), shift, scale, packed.of_token)
 
 
+NORM_OUT = {"AdaLayerNormContinuous": final_norm}  # of Adapter.packed
+
+
 class JointAdapter(Adapter):
     required: ClassVar[tuple[str, ...]] = ("hidden_states", "encoder_hidden_states", "timestep", "img_ids", "txt_ids")
-    modules = {"norm_out": final_norm}
-    forwards: ClassVar[tuple[str, ...]] = ("AdaLayerNormContinuous",)
 
     @staticmethod
     def check_config(config: Any) -> None:
@@ -131,37 +173,29 @@ class JointAdapter(Adapter):
             rest=(streams, image_lens, cond),
         )
 
-    def chunks(
-        self, model: Any, step: PackedStep, x: Tensor, features: list[Tensor], of_chunk: list[Tensor]
-    ) -> JointChunks:
-        kinds = features[0]
+    @staticmethod
+    def chunks(moved: Moved) -> JointChunks:
+        step, x, (kinds, *rotation), _ = moved
         text_lens = counts_of(kinds == 0, step.chunk_lens)
         image_lens = [length - text for length, text in zip(step.chunk_lens, text_lens, strict=True)]
         return JointChunks(
             step=step,
             of_token=step.segments(x),
-            rotation=rotation_of(features[1], x.dtype) if len(features) > 1 else None,
+            rotation=rotation_of(rotation[0], x.dtype) if rotation else None,
             kinds=kinds,
             streams=TwoStreams.of_flags(kinds == 0, x.device),
             of_text=Segments.of_lengths(text_lens, x.device),
             of_image=Segments.of_lengths(image_lens, x.device),
         )
 
-    def compute(self, model: Any, x: Tensor, of_chunk: list[Tensor], chunks: JointChunks, run: RunBlock) -> Tensor:
-        streams, arguments = chunks.streams, self.block_arguments(model, of_chunk[0])
-        text, image = streams.split(x)
-        double, *single = self.blocks
-        for block, of_block in zip(getattr(model, double), arguments[0], strict=False):
-            text, image = run(block, text, image, *of_block, chunks)
-        x = streams.join(text, image)
-        for name in single:
-            for block, of_block in zip(getattr(model, name), arguments[1], strict=False):
-                x = run(block, x, *of_block, chunks)
+    def compute(self, model: Any, moved: Moved, run: RunBlock) -> Tensor:
+        """Blocks of two streams, then those of one, by the conditioning of each chunk."""
+        chunks, (cond,) = self.chunks(moved), moved.of_chunk
+        double, *single = map(model.get_submodule, self.blocks)
+        x = chunks.through_both(double, run, moved.x, cond)
+        for blocks in single:
+            x = chunks.through(blocks, run, x, cond)
         return x
-
-    def block_arguments(self, model: Any, cond: Tensor) -> tuple[Iterable[tuple[Tensor, ...]], ...]:
-        """For each list of blocks, what each block gets beside its tokens. cond (chunks, ...)."""
-        return itertools.repeat((cond,)), itertools.repeat((cond,))
 
     def head(self, model: Any, x: Tensor, home: Home) -> list[Part]:
         streams, image_lens, cond = home.rest
@@ -179,30 +213,14 @@ def adaptive_rows(norm: Any, cond: Tensor, count: int) -> Tensor:
     return norm.linear(norm.silu(cond)).unflatten(-1, (count, -1))
 
 
-def _normed(norm: nn.Module | None, x: Tensor, num_heads_like: int) -> Tensor:
-    x = x.unflatten(-1, (-1, num_heads_like))
-    return x if norm is None else norm(x)
-
-
-def _is_fused(attn: Any) -> bool:
-    """Whether the module's own forward takes its fused projections. In diffusers' older class the processor says so:
-    the flag there stays set after unfusing."""
-    if hasattr(attn, "unfuse_projections"):
-        return bool(attn.fused_projections)
-    return type(attn.processor).__name__.startswith("Fused")
-
-
 def projected(attn: Any, x: Tensor, added: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v of a stream, q and k normed: (tokens, width) -> (tokens, heads, head_dim). Projections fused or not."""
-    if _is_fused(attn):
-        q, k, v = (attn.to_added_qkv if added else attn.to_qkv)(x).chunk(3, -1)
-    elif added:
-        q, k, v = attn.add_q_proj(x), attn.add_k_proj(x), attn.add_v_proj(x)
-    else:
-        q, k, v = attn.to_q(x), attn.to_k(x), attn.to_v(x)
+    """q, k, v of a stream, q and k normed: (tokens, width) -> (tokens, heads, head_dim)."""
+    layers = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj) if added else (attn.to_q, attn.to_k, attn.to_v)
     norms = (attn.norm_added_q, attn.norm_added_k) if added else (attn.norm_q, attn.norm_k)
-    head_dim = attn.inner_dim // attn.heads
-    return _normed(norms[0], q, head_dim), _normed(norms[1], k, head_dim), _normed(None, v, head_dim)
+    head_dim = attn.head_dim if hasattr(attn, "head_dim") else attn.inner_dim // attn.heads
+    q, k, v = (layer(x).unflatten(-1, (-1, head_dim)) for layer in layers)
+    q, k = (heads if norm is None else norm(heads) for norm, heads in zip(norms, (q, k), strict=True))
+    return q, k, v
 
 
 def self_attention(attn: Any, chunks: Chunks, x: Tensor) -> Tensor:

@@ -9,18 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from knapformer.adapters.adapter import Chunks, Home, Packed, RunBlock, random_mask, rotation_rows
-from knapformer.adapters.joint import JointAdapter, JointChunks, stream_block
+from knapformer.adapters.adapter import Chunks, Home, Moved, Packed, RunBlock, random_mask, rotation_rows
+from knapformer.adapters.joint import JointAdapter, JointChunks, projected, stream_block
 from knapformer.adapters.samples import Samples
 from knapformer.models.packing import TwoStreams, modulate, text_flags
 
 
 def _attended(attn: Any, chunks: Chunks, x: Tensor) -> Tensor:
     """As Krea2AttnProcessor."""
-    q, k, v = (to(x).unflatten(-1, (-1, attn.head_dim)) for to in (attn.to_q, attn.to_k, attn.to_v))
-    gate = attn.to_gate(x)
-    attended = chunks.attention(attn, *chunks.rotated(attn.norm_q(q), attn.norm_k(k)), v)
-    return attn.to_out[0](attended * torch.sigmoid(gate))
+    q, k, v = projected(attn, x)
+    attended = chunks.attention(attn, *chunks.rotated(q, k), v)
+    return attn.to_out[0](attended * torch.sigmoid(attn.to_gate(x)))
 
 
 def block(block: Any, x: Tensor, cond: Tensor, chunks: JointChunks) -> Tensor:
@@ -57,10 +56,12 @@ class Krea2(JointAdapter):
     required = ("hidden_states", "encoder_hidden_states", "timestep", "position_ids")
     optional = ("encoder_attention_mask",)
     input_layer = "img_in"
-    blocks = {"transformer_blocks": block}
-    refiners = {"text_fusion.refiner_blocks": refiner_block}
-    modules = {"text_fusion": text_fusion, "final_layer": final_layer}
-    forwards = ("Krea2TransformerBlock", "Krea2TextFusionBlock", "Krea2TextFusion", "Krea2FinalLayer")
+    blocks = ("transformer_blocks",)
+    refiners = ("text_fusion.refiner_blocks",)
+    packed = {
+        "Krea2TransformerBlock": block, "Krea2TextFusionBlock": refiner_block, "Krea2TextFusion": text_fusion,
+        "Krea2FinalLayer": final_layer,
+    }  # fmt: skip
     processors = ("Krea2AttnProcessor",)
     small = {
         "in_channels": 6, "num_layers": 2, "attention_head_dim": 14, "num_attention_heads": 6, "num_key_value_heads": 3,
@@ -89,11 +90,9 @@ class Krea2(JointAdapter):
         cond = model.time_embed(samples.one_each("timestep"), image.dtype).squeeze(1)
         return self.home(text, text_lens, image, image_lens, (of_text, of_image), cond)
 
-    def compute(self, model: Any, x: Tensor, of_chunk: list[Tensor], chunks: JointChunks, run: RunBlock) -> Tensor:
-        rows = model.time_mod_proj(F.gelu(of_chunk[0], approximate="tanh"))
-        for each in model.transformer_blocks:
-            x = run(each, x, rows, chunks)
-        return x
+    def compute(self, model: Any, moved: Moved, run: RunBlock) -> Tensor:
+        rows = model.time_mod_proj(F.gelu(moved.of_chunk[0], approximate="tanh"))
+        return self.chunks(moved).through(model.transformer_blocks, run, moved.x, rows)
 
     def last(self, model: Any, image: Tensor, cond: Tensor, packed: Packed) -> Tensor:
         return model.final_layer(image, cond, packed)

@@ -11,17 +11,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from knapformer import ArgumentError
-from knapformer.adapters.adapter import Home, OfSequences, Part, RunBlock, of_kinds, random_mask, runs_of
+from knapformer.adapters.adapter import Home, Moved, OfSequences, Part, RunBlock, random_mask, runs_of
 from knapformer.adapters.context import context_of_rows, rows_of_context
-from knapformer.adapters.joint import JointAdapter, JointChunks, PartChunks, counts_of
+from knapformer.adapters.joint import JointAdapter, JointChunks, PartChunks, counts_of, parts_attention, parts_of
 from knapformer.adapters.samples import Samples
 from knapformer.device_copies import to_device
 from knapformer.models.attention import PackedCrossAttention
 from knapformer.models.packing import Segments, TwoStreams, gated_add, lengths_list, modulate
-from knapformer.models.step import PackedStep
 
 _PREFIXES = ("audio_", "")  # of the names of what computes audio, and video: the kinds of tokens, in their order
 Turns = tuple[Tensor, Tensor]  # cos and sin, as diffusers' rope gives them
@@ -44,27 +43,12 @@ class Stream:
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CoupledChunks(JointChunks):
     both: tuple[Stream, Stream]  # audio, video
-    sequences: OfSequences
+    parts: OfSequences
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def crossing(self, audio: tuple[Tensor, ...], video: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Queries of each to keys and values of the other: (tokens of audio or video, heads, head_dim) each."""
-
-        def attend(q: Tensor, k: Tensor, v: Tensor, queries: TwoStreams, keys: TwoStreams, *to: Any) -> Tensor:
-            to_video, to_audio = to
-            (q_audio, q_video), (k_audio, k_video), (v_audio, v_video) = queries.split(q), keys.split(k), keys.split(v)
-            return queries.join(to_video(q_audio, k_video, v_video), to_audio(q_video, k_audio, v_audio))
-
-        q, k, v = (self.streams.join(*pair) for pair in zip(audio, video, strict=True))
-        return self.streams.split(self.step.attention(q, k, v, self.sequences.kernel(attend)))
-
-
-def _prepared(lens: Tensor, spans: Sequence[tuple[int, int]], device: torch.device) -> tuple[Any, ...]:
-    """For attention of audio to video and of video to audio. lens (sequences, 2): tokens of audio, of video."""
-    queries, keys, of_video, _ = of_kinds(lens, spans, device, 1)
-    of_audio = [count - video for (_, count), video in zip(spans, of_video, strict=True)]
-    to_video, to_audio = PackedCrossAttention(of_audio, lens[:, 1]), PackedCrossAttention(of_video, lens[:, 0])
-    return queries, keys, to_video, to_audio
+    def crossing(self, attn: nn.Module, *heads: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Queries of audio and of video to keys and values of the other: (its tokens, heads, head_dim) each."""
+        return parts_attention(attn, self.step, self.streams, self.parts, *heads, reads=(1, 0))
 
 
 def _turned(attn: Any, x: Tensor, turns: Turns | None) -> Tensor:
@@ -149,7 +133,7 @@ def block(
         updates.append((x, partial(_out, attns[kind], reads), tables[kind][4:] + cond[2]))
 
     outs = []
-    crossed = chunks.crossing(heads[0], heads[1])
+    crossed = chunks.crossing(attns[0], *zip(*heads, strict=True))
     for prefix, (x, out, gate), attended, rows, of in zip(_PREFIXES, updates, crossed, own, chunks.both, strict=True):
         x = gated_add(x, out(attended.flatten(1)), gate, of.of_crossing)
         shift, scale, gate = rows[3:6]
@@ -171,9 +155,8 @@ class LTX2(JointAdapter):
         "use_cross_timestep",
     )  # fmt: skip
     input_layer = "proj_in"
-    blocks = {"transformer_blocks": block}
-    modules = {}
-    forwards = ("LTX2VideoTransformerBlock",)
+    blocks = ("transformer_blocks",)
+    packed = {"LTX2VideoTransformerBlock": block}
     attentions = ("attn1", "attn2", "audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn")
     processors = ("LTX2AudioVideoAttnProcessor", "LTX2PerturbedAttnProcessor")
     small = {
@@ -275,11 +258,9 @@ class LTX2(JointAdapter):
             text = getattr(model, f"{prefix}caption_projection")(text)
         return rows_of_context(name, text, lens, self.max_text_tokens, f"{self.max_text_tokens} (max_text_tokens)")
 
-    def chunks(
-        self, model: Any, step: PackedStep, x: Tensor, features: list[Tensor], of_chunk: list[Tensor]
-    ) -> CoupledChunks:
-        kinds, places, times = features
-        base = super().chunks(model, step, x, [kinds], of_chunk)
+    def _coupled(self, model: Any, moved: Moved) -> CoupledChunks:
+        step, x, (kinds, places, times), of_chunk = moved
+        base = self.chunks(moved._replace(features=[kinds]))
         lens, text_lens = of_chunk[1], [lengths_list(of) for of in of_chunk[3::2]]
         both = []
         for kind, own_places in enumerate(base.streams.split(places)):
@@ -301,10 +282,11 @@ class LTX2(JointAdapter):
                     of_text=Segments.of_lengths(text_lens[kind], x.device),
                 )
             )
-        return CoupledChunks(**vars(base), both=(both[0], both[1]), sequences=OfSequences(lens, _prepared))
+        return CoupledChunks(**vars(base), both=(both[0], both[1]), parts=parts_of(lens, 1))
 
-    def compute(self, model: Any, x: Tensor, of_chunk: list[Tensor], chunks: Any, run: RunBlock) -> Tensor:
-        sigmas, config = of_chunk[0], model.config
+    def compute(self, model: Any, moved: Moved, run: RunBlock) -> Tensor:
+        chunks, x, of_chunk, config = self._coupled(model, moved), moved.x, moved.of_chunk, model.config
+        sigmas = of_chunk[0]
         factor = config.cross_attn_timestep_scale_multiplier / config.timestep_scale_multiplier
         widths = (model.audio_proj_in.out_features, model.proj_in.out_features)
         has_prompt = model.prompt_modulation and config.use_prompt_adaln_single

@@ -14,21 +14,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from knapformer import ArgumentError
-from knapformer.adapters.adapter import Adapter, Chunks, Home, Packed, Part, RunBlock, rotation_of, runs_of
+from knapformer.adapters.adapter import Adapter, Chunks, Home, Moved, Packed, Part, RunBlock, rotation_of, runs_of
 from knapformer.adapters.joint import self_attention, stream_block
 from knapformer.adapters.samples import Samples, on_host
 from knapformer.device_copies import to_device
 from knapformer.models.packing import modulate
-from knapformer.models.step import PackedStep
 
 _MODALITIES = 3  # of which each has rows of modulation of its own, for each time step
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class MiniMaxChunks(Chunks):
-    times: Tensor  # the time step of each run of tokens, as of_token numbers the runs
-    rows: Tensor  # and its row of modulation
-
     def rotated(self, *heads: Tensor) -> tuple[Tensor, ...]:
         """The model turns feature i with feature i + n / 2, of the first n of a head."""
         assert self.rotation is not None
@@ -40,10 +36,10 @@ class MiniMaxChunks(Chunks):
         return tuple(turned)
 
 
-def block(block: Any, x: Tensor, cond: Tensor, chunks: MiniMaxChunks) -> Tensor:
-    """As MiniMaxH3TransformerBlock.forward; cond: the embedded time steps of `chunks`."""
-    rows = (table.index_select(0, chunks.rows) for table in block.adaln_proj(cond))
-    return stream_block(block, x, partial(self_attention, block.attn, chunks), rows, chunks.of_token)
+def block(block: Any, x: Tensor, cond: Tensor, rows: Tensor, chunks: MiniMaxChunks) -> Tensor:
+    """As MiniMaxH3TransformerBlock.forward; for each run of tokens its embedded time step and its row of modulation."""
+    of_runs = (table.index_select(0, rows) for table in block.adaln_proj(cond))
+    return stream_block(block, x, partial(self_attention, block.attn, chunks), of_runs, chunks.of_token)
 
 
 def refiner_block(block: Any, text: Tensor, chunks: Chunks) -> Tensor:
@@ -76,12 +72,12 @@ class MiniMaxH3(Adapter):
         "position_ids", "video_indices", "audio_indices", "text_indices",
     )  # fmt: skip
     input_layer = "context_embedder"
-    blocks = {"transformer_blocks": block}
-    refiners = {"token_refiner.refiner_blocks": refiner_block}
-    modules = {"token_refiner": token_refiner, "norm_out": final_norm}
-    forwards = (
-        "MiniMaxH3TransformerBlock", "MiniMaxH3TokenRefinerBlock", "MiniMaxH3TokenRefiner", "MiniMaxH3AdaLayerNormOut",
-    )  # fmt: skip
+    blocks = ("transformer_blocks",)
+    refiners = ("token_refiner.refiner_blocks",)
+    packed = {
+        "MiniMaxH3TransformerBlock": block, "MiniMaxH3TokenRefinerBlock": refiner_block,
+        "MiniMaxH3TokenRefiner": token_refiner, "MiniMaxH3AdaLayerNormOut": final_norm,
+    }  # fmt: skip
     processors = ("MiniMaxH3AttnProcessor",)
     small = {
         "num_attention_heads": 3, "attention_head_dim": 16, "hidden_size": 36, "num_layers": 2, "num_refiner_layers": 2,
@@ -142,25 +138,14 @@ class MiniMaxH3(Adapter):
                 raise ArgumentError(f"samples[{i}][{name!r}]: got {other[0]}, expected numbers from 0 to {end - 1}")
         return found
 
-    def chunks(
-        self, model: Any, step: PackedStep, x: Tensor, features: list[Tensor], of_chunk: list[Tensor]
-    ) -> MiniMaxChunks:
-        turns, times, tags = features
+    def compute(self, model: Any, moved: Moved, run: RunBlock) -> Tensor:
+        step, x, (turns, times, tags), _ = moved
         values, of_value = times.unique(return_inverse=True)
         keys, of_token = runs_of(of_value * _MODALITIES + tags, x.device)
-        return MiniMaxChunks(
-            step=step,
-            of_token=of_token,
-            rotation=rotation_of(turns, x.dtype),
-            times=to_device(values, x.device).index_select(0, keys // _MODALITIES),
-            rows=torch.arange(len(keys), device=x.device) * _MODALITIES + keys % _MODALITIES,
-        )
-
-    def compute(self, model: Any, x: Tensor, of_chunk: list[Tensor], chunks: MiniMaxChunks, run: RunBlock) -> Tensor:
-        cond = self._embedded(model, chunks.times)
-        for each in model.transformer_blocks:
-            x = run(each, x, cond, chunks)
-        return x
+        chunks = MiniMaxChunks(step=step, of_token=of_token, rotation=rotation_of(turns, x.dtype))
+        cond = self._embedded(model, to_device(values, x.device).index_select(0, keys // _MODALITIES))
+        rows = torch.arange(len(keys), device=x.device) * _MODALITIES + keys % _MODALITIES
+        return chunks.through(model.transformer_blocks, run, x, cond, rows)
 
     @staticmethod
     def _embedded(model: Any, times: Tensor) -> Tensor:

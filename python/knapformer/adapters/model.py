@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from knapformer import Sample
-from knapformer.adapters.adapter import Adapter, Home
+from knapformer.adapters.adapter import Adapter, Home, Moved
 from knapformer.adapters.balance import balance, balanced
 from knapformer.models.step import PackedStep
 
@@ -75,9 +75,9 @@ class PackedModel(nn.Module):
         adapter = balanced(self.transformer).adapter
         with torch.no_grad():
             home = self._embedded(adapter, sizes, draw)
-            chunks = adapter.chunks(self.transformer, step, home.x, home.features, home.sequence_features)
+            moved = Moved(step, home.x, home.features, home.sequence_features)
             try:
-                adapter.compute(self.transformer, home.x, home.sequence_features, chunks, _stop_at)
+                adapter.compute(self.transformer, moved, _stop_at)
             except _Reached as reached:
                 return reached.arguments
         raise AssertionError("a model without blocks")

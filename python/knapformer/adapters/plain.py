@@ -7,11 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from knapformer._core import check_mask
-from knapformer.adapters.adapter import Adapter, Chunks, Home, Part, RunBlock, expect
+from knapformer.adapters.adapter import Adapter, Chunks, Home, Moved, Part, RunBlock, expect
 from knapformer.adapters.samples import Samples
 from knapformer.models.layers import rotations
 from knapformer.models.packing import positions
-from knapformer.models.step import PackedStep
 from knapformer.models.transformer import TransformerBlock
 
 
@@ -20,9 +19,9 @@ class Plain(Adapter):
     sequence = "tokens"
     required = ("hidden_states",)
     input_layer = "in_proj"
-    blocks = {"blocks": TransformerBlock.forward}
+    blocks = ("blocks",)
+    packed = {"TransformerBlock": TransformerBlock.forward}
     attentions = ()
-    processors = ()
     block_counts = {"block": "num_blocks"}
     named_configs = {
         "transformer": {},
@@ -50,14 +49,10 @@ class Plain(Adapter):
         x = model.in_proj(x)
         return Home(x, seq_lens, [positions(seq_lens, x.device)])
 
-    def chunks(self, model: Any, step: PackedStep, x: Tensor, features: list[Tensor], of_chunk: list[Tensor]) -> Chunks:
-        rotation = rotations(features[0], model.head_dim, model.rope_theta, x.dtype)
-        return Chunks(step=step, of_token=step.segments(x), rotation=rotation)
-
-    def compute(self, model: Any, x: Tensor, of_chunk: list[Tensor], chunks: Chunks, run: RunBlock) -> Tensor:
-        for block in model.blocks:
-            x = run(block, x, chunks)
-        return x
+    def compute(self, model: Any, moved: Moved, run: RunBlock) -> Tensor:
+        step, x, (places,), _ = moved
+        rotation = rotations(places, model.head_dim, model.rope_theta, x.dtype)
+        return Chunks(step=step, of_token=step.segments(x), rotation=rotation).through(model.blocks, run, x)
 
     def head(self, model: Any, x: Tensor, home: Home) -> list[Part]:
         return [Part(model.out_proj(model.norm_out(x)), home.seq_lens)]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from knapformer import ArgumentError
-from knapformer.adapters.adapter import Home, Packed, RunBlock, clip_half, random_mask, runs_of
-from knapformer.adapters.joint import JointAdapter, JointChunks, Stream, double_stream, joint_attention
+from knapformer.adapters.adapter import Home, Moved, Packed, RunBlock, clip_half, random_mask, rows_of_runs
+from knapformer.adapters.joint import NORM_OUT, JointAdapter, JointChunks, Stream, double_stream, joint_attention
 from knapformer.adapters.samples import Samples
 from knapformer.models.packing import segment_index
 
@@ -34,8 +34,8 @@ class QwenImage(JointAdapter):
     required = ("hidden_states", "encoder_hidden_states", "timestep", "img_shapes")
     optional = ("encoder_hidden_states_mask", "txt_seq_lens", "additional_t_cond")
     input_layer = "img_in"
-    blocks = {"transformer_blocks": block}
-    forwards = ("QwenImageTransformerBlock", *JointAdapter.forwards)
+    blocks = ("transformer_blocks",)
+    packed = {"QwenImageTransformerBlock": block} | NORM_OUT
     refused = ("guidance_embeds",)
     processors = ("QwenDoubleStreamAttnProcessor2_0",)
     small = {
@@ -76,16 +76,14 @@ class QwenImage(JointAdapter):
         kinds = self._kinds(samples) if model.zero_cond_t else None
         return self.home(text, text_lens, image, image_lens, (text_rows, image_rows), cond, kinds)
 
-    def compute(self, model: Any, x: Tensor, of_chunk: list[Tensor], chunks: JointChunks, run: RunBlock) -> Tensor:
-        cond = of_image = of_chunk[0][:, 0]
+    def compute(self, model: Any, moved: Moved, run: RunBlock) -> Tensor:
+        chunks, (conds,) = self.chunks(moved), moved.of_chunk
+        cond = of_image = conds[:, 0]
         if model.zero_cond_t:
             keys = 2 * segment_index(chunks.step.chunk_lens) + chunks.kinds - 1
-            of_runs, segments = runs_of(keys[chunks.kinds > 0], x.device)
-            of_image, chunks = of_chunk[0].flatten(0, 1).index_select(0, of_runs), replace(chunks, of_image=segments)
-        text, image = chunks.streams.split(x)
-        for each in model.transformer_blocks:
-            text, image = run(each, text, image, cond, of_image, chunks)
-        return chunks.streams.join(text, image)
+            of_image, segments = rows_of_runs(conds, keys[chunks.kinds > 0])
+            chunks = replace(chunks, of_image=segments)
+        return chunks.through_both(model.transformer_blocks, run, moved.x, cond, of_image)
 
     def last(self, model: Any, image: Tensor, cond: Tensor, packed: Packed) -> Tensor:
         return super().last(model, image, cond[:, 0], packed)

@@ -17,26 +17,25 @@ from knapformer.adapters.adapter import (
     Adapter,
     Chunks,
     Home,
+    Moved,
     OfSequences,
     Packed,
     Part,
     RunBlock,
     clip_half,
     rotation_of,
-    runs_of,
+    rows_of_runs,
 )
 from knapformer.adapters.samples import Samples, on_host
 from knapformer.device_copies import to_device
 from knapformer.models.attention import PackedAttention
 from knapformer.models.packing import Lengths, Segments, TwoStreams, gated_add, modulate, segment_index
-from knapformer.models.step import PackedStep
 
 _PICTURES = 32  # that a sample has room for; the last is predicted
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CausalChunks(Chunks):
-    rows: Tensor  # for each run of tokens, as of_token numbers the runs, its row of modulation
     sequences: OfSequences
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -106,9 +105,8 @@ class QwenImage21(Adapter):
     required = ("hidden_states", "encoder_hidden_states", "timestep", "img_shapes", "img_mask")
     optional = ("encoder_hidden_states_mask",)
     input_layer = "img_in"
-    blocks = {"transformer_blocks": block}
-    modules = {"norm_out": final_norm}
-    forwards = ("QwenImage21TransformerBlock", "QwenImage21AdaLayerNormContinuous")
+    blocks = ("transformer_blocks",)
+    packed = {"QwenImage21TransformerBlock": block, "QwenImage21AdaLayerNormContinuous": final_norm}
     processors = ("QwenImage21AttnProcessor", "QwenImage21FlexAttnProcessor")
     small = {
         "in_channels": 7, "out_channels": 5, "num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 3,
@@ -177,26 +175,17 @@ class QwenImage21(Adapter):
         masks = on_host([samples.tensor(i, name).flatten().bool() for i in given])
         return [masks[given.index(i)] if i in given else None for i in range(len(samples))]
 
-    def chunks(
-        self, model: Any, step: PackedStep, x: Tensor, features: list[Tensor], of_chunk: list[Tensor]
-    ) -> CausalChunks:
-        turns, known = features
-        rows, of_token = _rows(step.chunk_lens, known, of_chunk[0])
-        rotation = rotation_of(turns, x.dtype)
-        return CausalChunks(
-            step=step, of_token=of_token, rotation=rotation, rows=rows, sequences=OfSequences(of_chunk[1], _prepared)
-        )
-
-    def compute(self, model: Any, x: Tensor, of_chunk: list[Tensor], chunks: CausalChunks, run: RunBlock) -> Tensor:
-        rows = model.modulation(of_chunk[0].flatten(0, 1).index_select(0, chunks.rows))
-        for each in model.transformer_blocks:
-            x = run(each, x, rows, chunks)
-        return x
+    def compute(self, model: Any, moved: Moved, run: RunBlock) -> Tensor:
+        step, x, (turns, known), (cond, parts) = moved
+        rows, of_token = _rows(step.chunk_lens, known, cond)
+        rotation, sequences = rotation_of(turns, x.dtype), OfSequences(parts, _prepared)
+        chunks = CausalChunks(step=step, of_token=of_token, rotation=rotation, sequences=sequences)
+        return chunks.through(model.transformer_blocks, run, x, model.modulation(rows))
 
     def head(self, model: Any, x: Tensor, home: Home) -> list[Part]:
         cond, known, _ = home.rest
         rows, of_token = _rows(home.seq_lens, known, cond)
-        out = model.proj_out(model.norm_out(x, cond.flatten(0, 1).index_select(0, rows), Packed(of_token)))
+        out = model.proj_out(model.norm_out(x, rows, Packed(of_token)))
         return [Part(out, home.seq_lens)]
 
     def predictions(self, model: Any, out: Tensor, lens: Sequence[int], home: Home) -> list[Tensor]:
@@ -209,8 +198,8 @@ class QwenImage21(Adapter):
 
 
 def _rows(lens: Lengths, known: Tensor, cond: Tensor) -> tuple[Tensor, Segments]:
-    """For each run of tokens its row of `cond`, (sequences, 1 or 2, width), flattened; and the runs."""
-    return runs_of(cond.shape[1] * segment_index(lens) + known, cond.device)
+    """For each run of tokens its row of `cond`, (sequences, 1 or 2, width); and the runs."""
+    return rows_of_runs(cond, cond.shape[1] * segment_index(lens) + known)
 
 
 def _layout(slots: Any, text_mask: Tensor | None, shapes: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,7 +15,7 @@ _ADAPTERS: dict[str, str | type[Adapter]] = {
     "Flux2Transformer2DModel": "knapformer.adapters.flux:Flux2",
     "Flux3Transformer2DModel": "knapformer.adapters.flux3:Flux3",
     "FluxTransformer2DModel": "knapformer.adapters.flux:Flux",
-    "HunyuanVideo15Transformer3DModel": "knapformer.adapters.hunyuan_video15:HunyuanVideo15",
+    "HunyuanVideo15Transformer3DModel": "knapformer.adapters.hunyuan_video:HunyuanVideo15",
     "HunyuanVideoTransformer3DModel": "knapformer.adapters.hunyuan_video:HunyuanVideo",
     "Krea2Transformer2DModel": "knapformer.adapters.krea2:Krea2",
     "LTX2VideoTransformer3DModel": "knapformer.adapters.ltx2:LTX2",

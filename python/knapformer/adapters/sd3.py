@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from knapformer import StateError
 from knapformer.adapters.adapter import Home, patch_of
-from knapformer.adapters.joint import JointAdapter, adaptive_double_block
+from knapformer.adapters.joint import NORM_OUT, JointAdapter, adaptive_double_block
 from knapformer.adapters.samples import Samples
 
 
@@ -17,11 +16,11 @@ class StableDiffusion3(JointAdapter):
     left_out = "blocks with two attentions (3.5 medium)"
     required = ("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep")
     input_layer = "pos_embed.proj"
-    blocks = {"transformer_blocks": adaptive_double_block}
-    forwards = ("JointTransformerBlock", *JointAdapter.forwards)
+    blocks = ("transformer_blocks",)
+    packed = {"JointTransformerBlock": adaptive_double_block} | NORM_OUT
     refused = ("dual_attention_layers",)
     in_parts = ("norm1", "norm1_context")
-    processors = ("JointAttnProcessor2_0", "FusedJointAttnProcessor2_0")
+    processors = ("JointAttnProcessor2_0",)
     of_grids = True
     small = {
         "sample_size": 16, "patch_size": 2, "in_channels": 3, "num_layers": 3, "attention_head_dim": 8,
@@ -41,15 +40,6 @@ class StableDiffusion3(JointAdapter):
         },
     }  # fmt: skip
     conditions = {"timestep": lambda config, size, draw: 1000 * draw.time()}
-
-    def check(self, model: Any) -> None:
-        super().check(model)
-        fused = any(type(block.attn.processor).__name__.startswith("Fused") for block in model.transformer_blocks)
-        if fused and model.config.qk_norm is not None:
-            raise StateError(
-                f"transformer: got fused projections with qk_norm {model.config.qk_norm!r}, which diffusers leaves out "
-                "there, expected unfuse_qkv_projections()"
-            )
 
     def embed(self, model: Any, samples: Samples) -> Home:
         config = model.config

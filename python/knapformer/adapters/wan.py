@@ -16,51 +16,47 @@ import torch
 from torch import Tensor
 
 from knapformer import ArgumentError, StateError
-from knapformer.adapters.adapter import Adapter, Chunks, Home, Part, RunBlock, rotation_of, rotation_rows, runs_of
+from knapformer.adapters.adapter import (
+    Adapter,
+    Chunks,
+    Home,
+    Moved,
+    Part,
+    RunBlock,
+    rotation_of,
+    rotation_rows,
+    runs_of,
+)
 from knapformer.adapters.context import context_of_rows, rows_of_context
 from knapformer.adapters.samples import Samples, one_after_another
 from knapformer.models.attention import PackedCrossAttention
-from knapformer.models.packing import gated_add, lengths_list, modulate
-from knapformer.models.step import PackedStep
+from knapformer.models.packing import gated_add, modulate
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class WanChunks(Chunks):
-    to_context: tuple[PackedCrossAttention, PackedCrossAttention | None]  # text, image
-    times: Tensor  # the time step of each run of tokens, as of_token numbers the runs
+    to_context: list[PackedCrossAttention]  # to the text; to the image, where it is apart
 
 
 def _attention_inputs(attn: Any, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q of x; k and v of the context: (tokens, heads, head_dim). Queries and keys are normed across heads."""
-    if getattr(attn, "fused_projections", False) and not attn.is_cross_attention:
-        q, k, v = attn.to_qkv(x).chunk(3, -1)
-    elif getattr(attn, "fused_projections", False):
-        q, (k, v) = attn.to_q(x), attn.to_kv(context).chunk(2, -1)
-    else:
-        q, k, v = attn.to_q(x), attn.to_k(context), attn.to_v(context)
-    q, k, v = (t.unflatten(-1, (attn.heads, -1)) for t in (attn.norm_q(q), attn.norm_k(k), v))
+    heads = attn.norm_q(attn.to_q(x)), attn.norm_k(attn.to_k(context)), attn.to_v(context)
+    q, k, v = (t.unflatten(-1, (attn.heads, -1)) for t in heads)
     return q, k, v
 
 
-def _image_inputs(attn: Any, image: Tensor) -> tuple[Tensor, ...]:
-    if getattr(attn, "fused_projections", False):
-        k, v = attn.to_added_kv(image).chunk(2, -1)
-    else:
-        k, v = attn.add_k_proj(image), attn.add_v_proj(image)
-    return tuple(t.unflatten(-1, (attn.heads, -1)) for t in (attn.norm_added_k(k), v))
-
-
-def _cross_attention(attn: Any, x: Tensor, text: Tensor, image: Tensor | None, chunks: WanChunks) -> Tensor:
-    to_text, to_image = chunks.to_context
+def _cross_attention(attn: Any, x: Tensor, contexts: list[Tensor], chunks: WanChunks) -> Tensor:
+    (to_text, *to_image), (text, *image) = chunks.to_context, contexts
     q, k, v = _attention_inputs(attn, x, text)
     attended = to_text(q, k, v)
-    if image is not None and to_image is not None:
-        attended = attended + to_image(q, *_image_inputs(attn, image))
+    for to, context in zip(to_image, image, strict=True):
+        heads = attn.norm_added_k(attn.add_k_proj(context)), attn.add_v_proj(context)
+        attended = attended + to(q, *(t.unflatten(-1, (attn.heads, -1)) for t in heads))
     return attn.to_out[1](attn.to_out[0](attended.flatten(1)))
 
 
-def block(block: Any, x: Tensor, text: Tensor, image: Tensor | None, time_rows: Tensor, chunks: WanChunks) -> Tensor:
-    """As WanTransformerBlock.forward; time_rows (time steps, 6, width)."""
+def block(block: Any, x: Tensor, contexts: list[Tensor], time_rows: Tensor, chunks: WanChunks) -> Tensor:
+    """As WanTransformerBlock.forward; contexts: text, and image where it is apart; time_rows (time steps, 6, width)."""
     of_token, dtype = chunks.of_token, x.dtype
     rows = (block.scale_shift_table + time_rows.float()).unbind(1)
     shift, scale, gate, shift_ff, scale_ff, gate_ff = rows
@@ -70,7 +66,7 @@ def block(block: Any, x: Tensor, text: Tensor, image: Tensor | None, time_rows: 
     attended = block.attn1.to_out[1](block.attn1.to_out[0](attended))
     x = gated_add(x.float(), attended.float(), gate, of_token).to(dtype)
 
-    x = x + _cross_attention(block.attn2, block.norm2(x.float()).to(dtype), text, image, chunks)
+    x = x + _cross_attention(block.attn2, block.norm2(x.float()).to(dtype), contexts, chunks)
 
     hidden = block.ffn(modulate(block.norm3(x.float()), shift_ff, scale_ff, of_token).to(dtype))
     return gated_add(x.float(), hidden.float(), gate_ff, of_token).to(dtype)
@@ -81,8 +77,8 @@ class Wan(Adapter):
     required = ("hidden_states", "timestep", "encoder_hidden_states")
     optional = ("encoder_hidden_states_image",)
     input_layer = "patch_embedding"
-    blocks = {"blocks": block}
-    forwards = ("WanTransformerBlock",)
+    blocks = ("blocks",)
+    packed = {"WanTransformerBlock": block}
     attentions = ("attn1", "attn2")
     in_parts = ("condition_embedder",)
     processors = ("WanAttnProcessor",)
@@ -149,29 +145,15 @@ class Wan(Adapter):
         times = torch.cat([torch.zeros(0), *samples.time_each_token("timestep", lens)])
         return Home(x, lens, [rotation, times], of_sequences, rest=times, grids=grids)
 
-    def chunks(
-        self, model: Any, step: PackedStep, x: Tensor, features: list[Tensor], of_chunk: list[Tensor]
-    ) -> WanChunks:
-        times, of_token = runs_of(features[1], x.device)
-        context_lens = [lengths_list(lens) for lens in of_chunk[1::2]]
-        crosses = [PackedCrossAttention(step.chunk_lens, lens) for lens in context_lens]
-        return WanChunks(
-            step=step,
-            of_token=of_token,
-            rotation=rotation_of(features[0], x.dtype),
-            to_context=(crosses[0], crosses[1] if len(crosses) > 1 else None),
-            times=times,
-        )
-
-    def compute(self, model: Any, x: Tensor, of_chunk: list[Tensor], chunks: WanChunks, run: RunBlock) -> Tensor:
-        embedder = model.condition_embedder
+    def compute(self, model: Any, moved: Moved, run: RunBlock) -> Tensor:
+        (step, x, (turns, times), of_chunk), embedder = moved, model.condition_embedder
+        of_runs, of_token = runs_of(times, x.device)
+        crosses = [PackedCrossAttention(step.chunk_lens, lens) for lens in of_chunk[1::2]]
+        chunks = WanChunks(step=step, of_token=of_token, rotation=rotation_of(turns, x.dtype), to_context=crosses)
         contexts = [context_of_rows(*pair, x.shape[1]) for pair in zip(of_chunk[::2], of_chunk[1::2], strict=True)]
-        text, image = contexts[0], contexts[1] if len(contexts) > 1 else None
-        cond = _time_embedding(embedder, chunks.times, x.dtype)
+        cond = _time_embedding(embedder, of_runs, x.dtype)
         time_rows = embedder.time_proj(embedder.act_fn(cond)).unflatten(1, (6, -1))
-        for each in model.blocks:
-            x = run(each, x, text, image, time_rows, chunks)
-        return x
+        return chunks.through(model.blocks, run, x, contexts, time_rows)
 
     def head(self, model: Any, x: Tensor, home: Home) -> list[Part]:
         times, of_token = runs_of(home.rest, x.device)
@@ -214,7 +196,7 @@ class SkyReelsV2(Wan):
     """diffusers' SkyReelsV2Transformer3DModel where attention is full: Wan's blocks, and one time step a sample."""
 
     left_out = "diffusion forcing, frames in causal blocks, embedded frame rates"
-    forwards = ("SkyReelsV2TransformerBlock",)
+    packed = {"SkyReelsV2TransformerBlock": block}
     processors = ("SkyReelsV2AttnProcessor",)
     refused = ("inject_sample_info",)
     conditions = Wan.conditions | {"timestep": lambda config, size, draw: 1000 * draw.time()}

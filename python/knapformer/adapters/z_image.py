@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from knapformer import ArgumentError, StateError
-from knapformer.adapters.adapter import Chunks, Home, Packed, RunBlock, rotation_of
-from knapformer.adapters.joint import JointAdapter, JointChunks, self_attention
+from knapformer.adapters.adapter import Chunks, Home, Moved, Packed, RunBlock, rotation_of
+from knapformer.adapters.joint import JointAdapter, self_attention
 from knapformer.adapters.samples import Samples
 from knapformer.models.packing import gated_add, modulate
 
@@ -40,10 +40,9 @@ class ZImage(JointAdapter):
     left_out = "several images a sample and SigLIP (omni), ControlNet, several patch sizes"
     required = ("x", "t", "cap_feats")
     input_layer = "cap_embedder.1"
-    blocks = {"noise_refiner": block, "layers": block}
-    refiners = {"context_refiner": block}
-    modules = {"all_final_layer": final_layer}
-    forwards = ("ZImageTransformerBlock", "FinalLayer")
+    blocks = ("noise_refiner", "layers")
+    refiners = ("context_refiner",)
+    packed = {"ZImageTransformerBlock": block, "FinalLayer": final_layer}
     attentions = ("attention",)
     processors = ("ZSingleStreamAttnProcessor",)
     refused = ("siglip_feat_dim",)
@@ -90,16 +89,10 @@ class ZImage(JointAdapter):
         home.grids = sizes
         return home
 
-    def compute(self, model: Any, x: Tensor, of_chunk: list[Tensor], chunks: JointChunks, run: RunBlock) -> Tensor:
-        cond, lens = of_chunk
-        text, image = chunks.streams.split(x)
-        of_image = chunks.part(1, lens)
-        for each in model.noise_refiner:
-            image = run(each, image, cond, of_image)
-        x = chunks.streams.join(text, image)
-        for each in model.layers:
-            x = run(each, x, cond, chunks)
-        return x
+    def compute(self, model: Any, moved: Moved, run: RunBlock) -> Tensor:
+        chunks, (cond, lens) = self.chunks(moved), moved.of_chunk
+        x = chunks.part(1, lens).through(model.noise_refiner, run, moved.x, cond)
+        return chunks.through(model.layers, run, x, cond)
 
     def last(self, model: Any, image: Tensor, cond: Tensor, packed: Packed) -> Tensor:
         (layer,) = model.all_final_layer.values()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from adapters.cases import cases
 from knapformer.adapters import check, flux, register, registry
+from knapformer.adapters.adapter import Moved, RunBlock
 from torch import Tensor
 
 from knapformer import ArgumentError, StateError
@@ -18,10 +19,8 @@ MODEL: Any = cases()["flux"].model_class
 class Wrong(flux.Flux):
     """Leaves the single blocks out."""
 
-    def compute(self, model: Any, x: Tensor, of_chunk: list[Tensor], chunks: Any, run: Any) -> Tensor:
-        return super().compute(
-            model, x, of_chunk, chunks, lambda block, *args: block(*args) if len(args) > 3 else args[0]
-        )
+    def compute(self, model: Any, moved: Moved, run: RunBlock) -> Tensor:
+        return super().compute(model, moved, lambda block, *args: block(*args) if len(args) > 3 else args[0])
 
 
 def test_what_differs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,6 +38,30 @@ def test_what_differs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         assert line.startswith(name)
     assert "output of samples[" in lines[1] and "gradient of " in lines[1]
     assert "no gradient of single_transformer_blocks.0.norm.linear.weight (" in lines[4]
+
+
+@pytest.mark.parametrize(
+    ("lacking", "message"),
+    [
+        (
+            {"packed": {}},
+            r"transformer_blocks\.0: got FluxTransformerBlock with the forward of FluxTransformerBlock, which",
+        ),
+        (
+            {"packed": {name: of for name, of in flux.Flux.packed.items() if name != "AdaLayerNormContinuous"}},
+            r"AdaLayerNormContinuous.forward\(\) takes .* were given: modules that are called with Packed need an entr",
+        ),
+        (
+            {"processors": ()},
+            r"attn.processor: got FluxAttnProcessor, expected one of Adapter.processors, which has none",
+        ),
+    ],
+)
+def test_what_an_adapter_lacks_is_named(lacking: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_ADAPTERS", dict(registry._ADAPTERS))
+    register(MODEL, type("Lacking", (flux.Flux,), lacking | {"__module__": __name__}))
+    with pytest.raises((ArgumentError, StateError), match=message):
+        check(MODEL, ranks=1)
 
 
 def test_an_argument_that_cannot_be_drawn_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
