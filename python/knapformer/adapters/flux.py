@@ -48,7 +48,8 @@ class Flux(JointAdapter):
     blocks = ("transformer_blocks", "single_transformer_blocks")
     packed = {
         "FluxTransformerBlock": adaptive_double_block, "FluxSingleTransformerBlock": adaptive_single_block,
-    } | NORM_OUT  # fmt: skip
+        **NORM_OUT,
+    }  # fmt: skip
     in_parts = ("norm1", "norm1_context", "norm")
     processors = ("FluxAttnProcessor",)
     small = {
@@ -101,7 +102,8 @@ class LongCatImage(Flux):
     packed = {
         "LongCatImageTransformerBlock": adaptive_double_block,
         "LongCatImageSingleTransformerBlock": adaptive_single_block,
-    } | NORM_OUT
+        **NORM_OUT,
+    }
     processors = ("LongCatImageAttnProcessor",)
     small = {name: value for name, value in Flux.small.items() if name != "guidance_embeds"}
     named_configs = {}
@@ -193,7 +195,7 @@ class Flux2(JointAdapter):
     optional = ("guidance",)
     input_layer = "x_embedder"
     blocks = Flux.blocks
-    packed = {"Flux2TransformerBlock": double_block, "Flux2SingleTransformerBlock": parallel_block} | NORM_OUT
+    packed = {"Flux2TransformerBlock": double_block, "Flux2SingleTransformerBlock": parallel_block, **NORM_OUT}
     processors = ("Flux2AttnProcessor", "Flux2ParallelSelfAttnProcessor")
     small = {
         "in_channels": 5, "num_layers": 1, "num_single_layers": 2, "attention_head_dim": 12, "num_attention_heads": 3,

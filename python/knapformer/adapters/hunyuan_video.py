@@ -140,7 +140,8 @@ class HunyuanVideo(Hunyuan):
         "HunyuanVideoIndividualTokenRefinerBlock": refiner_block,
         "HunyuanVideoTokenRefiner": token_refiner,
         "HunyuanVideoPatchEmbed": patch_embedder,
-    } | NORM_OUT
+        **NORM_OUT,
+    }
     processors = ("HunyuanVideoAttnProcessor2_0", "AttnProcessor2_0")
     small = {
         "in_channels": 3, "out_channels": 2, "num_attention_heads": 3, "attention_head_dim": 14, "num_layers": 2,
@@ -185,7 +186,8 @@ class HunyuanVideo15(Hunyuan):
         "HunyuanVideo15IndividualTokenRefinerBlock": refiner_block,
         "HunyuanVideo15TokenRefiner": token_refiner,
         "HunyuanVideo15PatchEmbed": patch_embedder,
-    } | NORM_OUT
+        **NORM_OUT,
+    }
     processors = ("HunyuanVideo15AttnProcessor2_0", "AttnProcessor2_0")
     small = {
         "in_channels": 3, "out_channels": 2, "num_attention_heads": 3, "attention_head_dim": 14, "num_layers": 2,

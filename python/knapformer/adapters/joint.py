@@ -6,7 +6,7 @@ head. An adapter adds the embedding and the blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -33,8 +33,6 @@ from knapformer.models.attention import PackedAttention
 from knapformer.models.layers import Rotation
 from knapformer.models.packing import Segments, TwoStreams, gated_add, lengths_list, modulate, segment_index, text_flags
 from knapformer.models.step import PackedStep
-
-Attend = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # text, image -> the same
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -230,38 +228,12 @@ def self_attention(attn: Any, chunks: Chunks, x: Tensor) -> Tensor:
     return attn.to_out[1](attn.to_out[0](attended))
 
 
-def joint_attention(attn: Any, chunks: JointChunks) -> Attend:
-    """Joint attention as diffusers' attention modules compute it, in the form that double_stream takes."""
-
-    def attend(text: Tensor, image: Tensor) -> tuple[Tensor, Tensor]:
-        streams = chunks.streams
-        q, k, v = (streams.join(t, i) for t, i in zip(projected(attn, text, True), projected(attn, image), strict=True))
-        out_text, out_image = streams.split(chunks.attention(attn, *chunks.rotated(q, k), v))
-        out_image = attn.to_out[1](attn.to_out[0](out_image))
-        return out_text if getattr(attn, "context_pre_only", None) else attn.to_add_out(out_text), out_image
-
-    return attend
-
-
-def stream_block(
-    block: Any, x: Tensor, attend: Callable[[Tensor], Tensor], rows: Iterable[Tensor] = (), of_token: Any = None
-) -> Tensor:
-    """A block of one stream: attention, then the feed-forward, each behind a norm, and modulated where there are rows:
-    (runs, width) each, shift, scale and gate of attention, then of the feed-forward."""
-    if not (rows := tuple(rows)):
-        x = x + attend(block.norm1(x))
-        return x + block.ff(block.norm2(x))
-    shift, scale, gate, shift_ff, scale_ff, gate_ff = rows
-    x = gated_add(x, attend(modulate(block.norm1(x), shift, scale, of_token)), gate, of_token)
-    return gated_add(x, block.ff(modulate(block.norm2(x), shift_ff, scale_ff, of_token)), gate_ff, of_token)
-
-
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """One of the two streams in a block.
+    """The one stream in a block, or one of two.
 
-    rows: the rows of modulation, (chunks, width) each: shift, scale and gate of attention, then of the feed-forward.
-    Only the first two where the block reads the stream and does not write it.
+    rows: the rows of modulation, (runs of tokens, width) each: shift, scale and gate of attention, then of the
+    feed-forward. Only the first two where the block reads the stream and does not write it.
     """
 
     x: Tensor
@@ -270,24 +242,39 @@ class Stream:
     norm_feed_forward: Callable[[Tensor], Tensor]
     feed_forward: Callable[[Tensor], Tensor]
 
+    def read(self, of_token: Segments) -> Tensor:
+        return modulate(self.norm(self.x), self.rows[0], self.rows[1], of_token)
 
-def double_stream(attend: Attend, text: Stream, image: Stream, chunks: JointChunks) -> tuple[Tensor, Tensor]:
-    """Joint attention, then each stream's feed-forward, as in all of these models.
+    def written(self, update: Tensor, of_token: Segments) -> Tensor:
+        _, _, gate, shift_ff, scale_ff, gate_ff = self.rows
+        x = gated_add(self.x, update, gate, of_token)
+        hidden = self.feed_forward(modulate(self.norm_feed_forward(x), shift_ff, scale_ff, of_token))
+        return gated_add(x, hidden, gate_ff, of_token)
 
-    attend: takes both streams, normed and modulated, through one attention, and each through its output projection.
-    """
-    both = (text, chunks.of_text), (image, chunks.of_image)
-    attended = attend(*(modulate(of.norm(of.x), of.rows[0], of.rows[1], of_token) for of, of_token in both))
-    outs = []
-    for (of, of_token), update in zip(both, attended, strict=True):
-        x = of.x
-        if len(of.rows) > 2:
-            _, _, gate, shift_ff, scale_ff, gate_ff = of.rows
-            x = gated_add(x, update, gate, of_token)
-            hidden = of.feed_forward(modulate(of.norm_feed_forward(x), shift_ff, scale_ff, of_token))
-            x = gated_add(x, hidden, gate_ff, of_token)
-        outs.append(x)
-    return outs[0], outs[1]
+
+def stream_block(
+    block: Any, x: Tensor, attend: Callable[[Tensor], Tensor], rows: Any = (), of_token: Any = None
+) -> Tensor:
+    """A block of one stream: attention, then the feed-forward, each behind a norm, and modulated where there are rows,
+    as of Stream."""
+    if not (rows := tuple(rows)):
+        x = x + attend(block.norm1(x))
+        return x + block.ff(block.norm2(x))
+    stream = Stream(x, rows, block.norm1, block.norm2, block.ff)
+    return stream.written(attend(stream.read(of_token)), of_token)
+
+
+def double_stream(attn: Any, text: Stream, image: Stream, chunks: JointChunks) -> tuple[Tensor, Tensor]:
+    """Joint attention as diffusers' attention modules compute it, then each stream's feed-forward."""
+    streams = chunks.streams
+    of_text, of_image = projected(attn, text.read(chunks.of_text), True), projected(attn, image.read(chunks.of_image))
+    q, k, v = (streams.join(*pair) for pair in zip(of_text, of_image, strict=True))
+    out_text, out_image = streams.split(chunks.attention(attn, *chunks.rotated(q, k), v))
+    is_written = len(text.rows) > 2
+    return (
+        text.written(attn.to_add_out(out_text), chunks.of_text) if is_written else text.x,
+        image.written(attn.to_out[1](attn.to_out[0](out_image)), chunks.of_image),
+    )
 
 
 def double_block(
@@ -296,7 +283,7 @@ def double_block(
     """As a double-stream block of the FLUX family; text_rows, image_rows (chunks, 6, width)."""
     norm_text, norm_image = (getattr(norm, "norm", norm) for norm in (block.norm1_context, block.norm1))
     text, image = double_stream(
-        joint_attention(block.attn, chunks),
+        block.attn,
         Stream(text, text_rows.unbind(1), norm_text, block.norm2_context, block.ff_context),
         Stream(image, image_rows.unbind(1), norm_image, block.norm2, block.ff),
         chunks,
@@ -308,10 +295,10 @@ def adaptive_double_block(
     block: Any, text: Tensor, image: Tensor, cond: Tensor, chunks: JointChunks
 ) -> tuple[Tensor, Tensor]:
     """As FluxTransformerBlock.forward and JointTransformerBlock.forward, with a row of modulation for each chunk."""
-    if getattr(block, "context_pre_only", False):  # SD3's last block: text is read, and no longer written
-        text_rows = adaptive_rows(block.norm1_context, cond, 2).flip(1)  # which gives the scale first
-    else:
-        text_rows = adaptive_rows(block.norm1_context, cond, 6)
+    # SD3's last block reads the text, and writes it no longer; the norm there gives the scale first.
+    is_read = getattr(block, "context_pre_only", False)
+    norm = block.norm1_context
+    text_rows = adaptive_rows(norm, cond, 2).flip(1) if is_read else adaptive_rows(norm, cond, 6)
     return double_block(block, text, image, text_rows, adaptive_rows(block.norm1, cond, 6), chunks)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from knapformer import ArgumentError
 from knapformer.adapters.adapter import Home, Moved, Packed, RunBlock, clip_half, random_mask, rows_of_runs
-from knapformer.adapters.joint import NORM_OUT, JointAdapter, JointChunks, Stream, double_stream, joint_attention
+from knapformer.adapters.joint import NORM_OUT, JointAdapter, JointChunks, Stream, double_stream
 from knapformer.adapters.samples import Samples
 from knapformer.models.packing import segment_index
 
@@ -21,7 +21,7 @@ def block(
 ) -> tuple[Tensor, Tensor]:
     """As QwenImageTransformerBlock.forward; cond, of_image: for each row of chunks.of_text, and of chunks.of_image."""
     text, image = double_stream(
-        joint_attention(block.attn, chunks),
+        block.attn,
         Stream(text, block.txt_mod(cond).chunk(6, -1), block.txt_norm1, block.txt_norm2, block.txt_mlp),
         Stream(image, block.img_mod(of_image).chunk(6, -1), block.img_norm1, block.img_norm2, block.img_mlp),
         chunks,
@@ -35,7 +35,7 @@ class QwenImage(JointAdapter):
     optional = ("encoder_hidden_states_mask", "txt_seq_lens", "additional_t_cond")
     input_layer = "img_in"
     blocks = ("transformer_blocks",)
-    packed = {"QwenImageTransformerBlock": block} | NORM_OUT
+    packed = {"QwenImageTransformerBlock": block, **NORM_OUT}
     refused = ("guidance_embeds",)
     processors = ("QwenDoubleStreamAttnProcessor2_0",)
     small = {

@@ -17,7 +17,7 @@ class StableDiffusion3(JointAdapter):
     required = ("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep")
     input_layer = "pos_embed.proj"
     blocks = ("transformer_blocks",)
-    packed = {"JointTransformerBlock": adaptive_double_block} | NORM_OUT
+    packed = {"JointTransformerBlock": adaptive_double_block, **NORM_OUT}
     refused = ("dual_attention_layers",)
     in_parts = ("norm1", "norm1_context")
     processors = ("JointAttnProcessor2_0",)
