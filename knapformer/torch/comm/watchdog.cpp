@@ -15,7 +15,6 @@ namespace {
 constexpr std::chrono::milliseconds kFirstLook{200}, kMaxPatience{1000};
 constexpr int32_t kMaxNamed = 8;  // ranks in a message
 constexpr const char* kPositionNote = "position";
-constexpr const char* kLeftNote = "left";  // in the form of a position
 constexpr const char* kNumLeftKey = "num_left";
 constexpr const char* kErrorKey = "error";
 constexpr char kArgument = 'A', kState = 'S';
@@ -75,13 +74,12 @@ void Watchdog::watch(const std::shared_ptr<WatchedGroup>& group) {
 void Watchdog::leave(bool at_end) noexcept {
   if (num_ranks_ == 0 || process_ != ::getpid() || std::exchange(has_left_, true)) return;
   try {
-    Position last;
+    Position last{.has_left = true, .call = {}};
     for (size_t i = 0; i < num_groups_; ++i) last.counts[i] = *groups_[i].num_calls_begun;
-    store_->set(text(kLeftNote, '/', rank_), text(last.counts[0], ' ', last.counts[1], ' '));
-    store_->deleteKey(text(kPositionNote, '/', rank_));
+    show(last);
     if (store_->add(kNumLeftKey, 1) == num_ranks_) {
       for (int32_t rank = 0; rank < num_ranks_; ++rank) {
-        for (const char* note : {kLeftNote, kFailureNote}) store_->deleteKey(text(note, '/', rank));
+        for (const char* note : {kPositionNote, kFailureNote}) store_->deleteKey(text(note, '/', rank));
       }
       for (const char* key : {kErrorKey, kNumLeftKey}) store_->deleteKey(key);
     }
@@ -98,8 +96,8 @@ void Watchdog::check_ranks_left() {
     if (!here) continue;
     for (int32_t j = 0; j < here->place().num_ranks; ++j) {
       const int32_t rank = here->place().number_of(j);
-      const std::optional<Position> last = position_of(rank, kLeftNote);
-      if (!last || last->counts[i] >= here->num_calls_begun()) continue;
+      const std::optional<Position> last = position_of(rank);
+      if (!last || !last->has_left || last->counts[i] >= here->num_calls_begun()) continue;
       check_errors();  // a rank that raises posts that before it leaves, maybe in the middle of this look
       throw StateError(text("rank ", rank,
                             ": has left (its balancer or its process has ended), expected it in the call ",
@@ -128,18 +126,19 @@ Watchdog::Position Watchdog::position(const std::string& call) const {
   return position;
 }
 
-std::optional<Watchdog::Position> Watchdog::position_of(int32_t rank, std::string_view note) const {
-  const std::optional<std::string> entry = note_of(rank, note);
+std::optional<Watchdog::Position> Watchdog::position_of(int32_t rank) const {
+  const std::optional<std::string> entry = note_of(rank, kPositionNote);
   if (!entry) return std::nullopt;
   std::istringstream in(*entry);
   Position position;
-  in >> position.counts[0] >> position.counts[1] >> std::ws;
+  in >> position.counts[0] >> position.counts[1] >> position.has_left >> std::ws;
   std::getline(in, position.call);
   return position;
 }
 
 void Watchdog::show(const Position& position) {
-  leave_note(kPositionNote, text(position.counts[0], ' ', position.counts[1], ' ', position.call));
+  const auto& [counts, has_left, call] = position;
+  leave_note(kPositionNote, text(counts[0], ' ', counts[1], ' ', has_left ? 1 : 0, ' ', call));
 }
 
 void Watchdog::look() {
@@ -172,7 +171,7 @@ void Watchdog::check_order(const Position& own) const {
   if (!bag) return;
   for (int32_t i = 0; i < bag->place().num_ranks; ++i) {
     const int32_t rank = bag->place().number_of(i);
-    const std::optional<Position> other = i == bag->place().rank ? std::nullopt : position_of(rank, kPositionNote);
+    const std::optional<Position> other = i == bag->place().rank ? std::nullopt : position_of(rank);
     if (!other) continue;
     const int64_t ahead_in_all = own.counts[0] - other->counts[0], ahead_in_bag = own.counts[1] - other->counts[1];
     const bool crosswise = (ahead_in_all > 0 && ahead_in_bag < 0) || (ahead_in_all < 0 && ahead_in_bag > 0);
@@ -190,7 +189,7 @@ std::string Watchdog::absent_ranks(const WatchedGroup& of) const {
   for (int32_t i = 0; i < of.place().num_ranks; ++i) {
     const int32_t rank = of.place().number_of(i);
     if (i == of.place().rank) continue;
-    const std::optional<Position> position = position_of(rank, kPositionNote);
+    const std::optional<Position> position = position_of(rank);
     if (position && position->counts[index] >= of.num_calls_begun()) continue;
     if (++num_absent > kMaxNamed) continue;
     const bool waits = position && !position->call.empty();

@@ -69,8 +69,7 @@ inline std::string call_name(std::string_view label) { return std::string(label.
 /// errors and notes are thread-safe.
 class Watchdog {
  public:
-  /// The note that says why this rank will raise later. It stays until the last rank has left, as ranks that lag behind
-  /// may still read it.
+  /// The note that says why this rank will raise later.
   static constexpr const char* kFailureNote = "failure";
 
   /// `store`: shared by all ranks, with keys of this balancer alone. num_ranks: 0 for a watchdog that does not say when
@@ -105,7 +104,8 @@ class Watchdog {
     }
   }
 
-  /// Leaves a note for the other ranks: the position of this one, or kFailureNote.
+  /// Leaves a note for the other ranks: the position of this one, or kFailureNote. Notes stay until the last rank has
+  /// left. A store waits for a key that it does not have, so a rank that has just seen a note must still find it.
   void leave_note(std::string_view name, const std::string& note);
   /// Nothing where `rank` has left none.
   std::optional<std::string> note_of(int32_t rank, std::string_view name) const;
@@ -130,11 +130,12 @@ class Watchdog {
   /// Where a rank is, as others see it in the store.
   struct Position {
     std::array<int64_t, kMaxGroups> counts = {};  // calls begun, by group
-    std::string call;                             // the one that the rank waits in; empty: none
+    bool has_left = false;
+    std::string call;  // the one that the rank waits in; empty: none
   };
   std::shared_ptr<WatchedGroup> group(size_t i) const;  // null where there is none (any more)
   Position position(const std::string& call) const;
-  std::optional<Position> position_of(int32_t rank, std::string_view note) const;
+  std::optional<Position> position_of(int32_t rank) const;
   void show(const Position& position);
   void check_order(const Position& own) const;
   void check_ranks_left();

@@ -184,14 +184,37 @@ TEST(ErrorStore, KeepsTheReasonOfARankThatHasLeftUntilAllHave) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   Watchdog failed(store, 0, /*num_ranks=*/3), slow(store, 1, 3), last(store, 2, 3);
   failed.leave_note(Watchdog::kFailureNote, "disk full");
-  failed.leave_note("position", "1 1 route");
+  failed.show_call("route");
   failed.leave();
   EXPECT_EQ(slow.note_of(0, Watchdog::kFailureNote), "disk full");
-  EXPECT_FALSE(slow.note_of(0, "position").has_value());
   slow.leave();
   EXPECT_EQ(last.note_of(0, Watchdog::kFailureNote), "disk full");
   last.leave();
   EXPECT_EQ(store->getNumKeys(), 0);
+}
+
+/// A store in which something happens between a rank's question for a key and its reading.
+class BusyStore : public c10d::HashStore {
+ public:
+  std::function<void()> meanwhile;
+
+  BusyStore() { setTimeout(std::chrono::milliseconds(300)); }
+  std::vector<uint8_t> get(const std::string& key) override {
+    if (meanwhile) std::exchange(meanwhile, nullptr)();
+    return HashStore::get(key);
+  }
+};
+
+TEST(ErrorStore, DoesNotMakeARankWaitForOneThatLeavesInTheMiddleOfALook) {
+  const auto store = c10::make_intrusive<BusyStore>();
+  Watchdog waiting(store, 0, /*num_ranks=*/3), leaving(store, 1, 3);
+  const auto group = std::make_shared<Group>(RankInGroup{.rank = 0, .num_ranks = 3});
+  waiting.watch(group);
+  group->set_calls(1);
+  leaving.show_call("route");
+  store->meanwhile = [&] { leaving.leave(); };
+  EXPECT_EQ(waiting.absent_ranks(*group), "rank 1 (in no call), rank 2 (in no call)");
+  EXPECT_EQ(store->meanwhile, nullptr);
 }
 
 TEST(CallName, LeavesOutTheTensors) {
