@@ -113,8 +113,7 @@ void bind_planning(BalancerClass& balancer) {
           "current", [](const SequenceBalancer& self) { return self.current(); },
           "The step in force: that of the last plan. StateError where there is none.")
       .def_property_readonly(
-          "topology", [](const SequenceBalancer& self) { return self.topology().str(); },
-          "The topology's text. StateError where it is 'auto' and no lengths have been planned.")
+          "topology", [](const SequenceBalancer& self) { return self.topology().str(); }, "The topology's text.")
       .def_property_readonly(
           "plan", [](const SequenceBalancer& self) { return self.current().step_plan(); },
           "The plan of the micro-batch in force. StateError where there is none.")

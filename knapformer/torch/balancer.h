@@ -1,12 +1,12 @@
-// SequenceBalancer: plans steps, and gives them to move tensors by.
+// SequenceBalancer: plans steps, at once or while another step computes, and gives them to move tensors by.
 //
 //   SequenceBalancer balancer("g4/2/1n2", {.plan = {.workload = {.gamma = 1.71}}}, group, make_bag_group);
 //   balancer.plan_routing(seq_lens, d_model);
 //   const Step step = balancer.current();                 // which moves tensors: step.h
 //
-// Three parts do the work: Ranks (groups, and errors that become errors on all ranks), StepPlanner (lengths in, plans
-// out), and Step (a plan that moves tensors). The calls of the published method, which go by the step in force (that of
-// the last plan), are Python's.
+// Ranks has its groups, and makes an error on one rank an error on all; the rest of planning, for which no other rank
+// is needed, is in planning.h. The calls of the published method, which go by the step in force (that of the last
+// plan), are Python's.
 //
 // Methods that plan are collective: all ranks of the group call them in the same order, also ranks without sequences.
 // An error on one rank becomes an error on all, which then need a new balancer.
@@ -16,22 +16,73 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/thread_pool.h>
 
 #include <atomic>
+#include <cstdint>
+#include <future>
 #include <map>
 #include <memory>
 #include <optional>
 #include <span>
+#include <stop_token>
 #include <string>
+#include <string_view>
 #include <variant>
 #include <vector>
 
+#include "knapformer/core/model/mask.h"
 #include "knapformer/core/plan/plan.h"
 #include "knapformer/core/plan/step_plan.h"
+#include "knapformer/core/util/error.h"
+#include "knapformer/torch/comm/gather_lengths.h"
+#include "knapformer/torch/feedback.h"
+#include "knapformer/torch/planning.h"
+#include "knapformer/torch/ranks.h"
+#include "knapformer/torch/sample_exchange.h"
 #include "knapformer/torch/step.h"
-#include "knapformer/torch/step_planner.h"
 
 namespace knapformer {
+
+/// What ranks say of their sequences beside the lengths.
+struct StepData {
+  std::vector<Mask> masks = {};             // of each sequence, where they differ from BalancerOptions::mask; or empty
+  std::vector<double> work = {};            // of each, in place of the formula's (PlanInput::give_work); or empty
+  int32_t num_micro_batches = 1;            // of the step, the same on all ranks
+  bool ended = false;                       // this rank's data has ended: see PlanningAhead::num_ended
+  std::optional<std::string> failure = {};  // its data has failed, and why: finishing throws on all ranks
+  std::shared_ptr<const Samples> samples = {};  // which move: start_moving
+  int64_t max_bytes_in_flight = 0;              // of them, as in SampleExchange
+};
+
+/// A step that is planned while another one computes. Held by the caller, who may drop it unfinished if all ranks do:
+/// its task ends soon, even where other ranks never come.
+class PlanningAhead {
+ public:
+  PlanningAhead() = default;
+  PlanningAhead(const PlanningAhead&) = delete;
+  PlanningAhead& operator=(const PlanningAhead&) = delete;
+  ~PlanningAhead() { stop_.request_stop(); }
+
+  /// Whether finishing would find its task done.
+  bool ready() const { return planned_.wait_for(std::chrono::seconds(0)) == std::future_status::ready; }
+  /// Ranks whose data had ended. Throws StateError before start_moving or finish_planning.
+  int32_t num_ended() const;
+
+ private:
+  friend class SequenceBalancer;
+  Planning planning_;  // with what was known at the start
+  bool heard_ = false;
+  std::optional<LengthGatherer::Pending> gather_;  // none for one rank alone
+  std::shared_future<Planned> planned_;
+  std::optional<int32_t> num_ended_;
+  std::shared_ptr<const Samples> samples_;
+  int64_t max_bytes_in_flight_ = 0;
+  std::unique_ptr<SampleExchange> moving_;
+  std::optional<ArgumentError> too_large_;   // a sample
+  std::shared_ptr<c10::ThreadPool> thread_;  // of the balancer that started it
+  std::stop_source stop_;
+};
 
 /// What a training loop may log of a step, by name. SequenceBalancer::metrics lists the names.
 using StepMetrics = std::map<std::string, std::variant<int64_t, double>>;
@@ -40,10 +91,9 @@ using StepMetrics = std::map<std::string, std::variant<int64_t, double>>;
 /// may run on autograd's own threads.
 class SequenceBalancer {
  public:
-  /// Collective over `group`; null stands for one rank alone. topology: its text, or "auto" for the best one for the
-  /// first lengths that are planned, on all ranks alike; bags have their groups made then. Throws ArgumentError where
-  /// an argument is wrong, and on all ranks where they differ. Without a backend for the CPU and make_cpu_group, what
-  /// ranks tell each other queues behind what the device computes.
+  /// Collective over `group`; null stands for one rank alone. Throws ArgumentError where an argument is wrong, and on
+  /// all ranks where they differ. Without a backend for the CPU and make_cpu_group, what ranks tell each other queues
+  /// behind what the device computes.
   SequenceBalancer(std::string_view topology, BalancerOptions options, ProcessGroupPtr group,
                    const MakeBagGroup& make_bag_group, const MakeCpuGroup& make_cpu_group = nullptr);
   SequenceBalancer(const SequenceBalancer&) = delete;
@@ -56,15 +106,18 @@ class SequenceBalancer {
   std::shared_ptr<StepPlan> plan_routing(std::span<const int64_t> seq_lens, int64_t d_model, const StepData& data = {});
 
   /// As plan_routing in two halves, of which the first launches the gather of lengths and returns, while another step
-  /// computes. Steps that were started may be finished in any order, and again, as long as all ranks do the same.
+  /// computes; the rest runs on a thread of its own. Steps that were started may be finished in any order, and again,
+  /// as long as all ranks do the same.
   std::shared_ptr<PlanningAhead> start_planning(std::span<const int64_t> seq_lens, int64_t d_model,
-                                                const StepData& data) {
-    return planner_.start(seq_lens, d_model, data);
-  }
+                                                const StepData& data);
   std::shared_ptr<StepPlan> finish_planning(PlanningAhead& ahead);
-  /// As StepPlanner's.
-  void start_moving(PlanningAhead& ahead) { planner_.start_moving(ahead); }
-  std::vector<std::vector<SampleTensors>> finish_moving(PlanningAhead& ahead) { return planner_.finish_moving(ahead); }
+
+  /// Between the two halves, where samples are given: waits for the plan, and starts to move them. What has failed is
+  /// thrown by finish_planning, so that it ends no step before.
+  void start_moving(PlanningAhead& ahead);
+  /// After finish_planning, once: this rank's chunks by micro-batch. Throws ArgumentError on all ranks where a sample
+  /// is larger than max_bytes_in_flight.
+  std::vector<std::vector<SampleTensors>> finish_moving(PlanningAhead& ahead);
 
   /// The step of a plan that this balancer made: nothing is exchanged. Or of one that every rank made by itself, by any
   /// settings, from lengths that are known before the data is loaded: route takes tokens from the plan's home ranks,
@@ -113,8 +166,7 @@ class SequenceBalancer {
   ///     without rows until it is told which gradients travel.
   StepMetrics metrics();
 
-  /// Throws StateError where it is "auto", and no lengths have been planned.
-  const Topology& topology() const;
+  const Topology& topology() const { return ranks_->topology(); }
   const BalancerOptions& options() const { return ranks_->options(); }
   int32_t rank() const { return ranks_->rank().value; }
   int32_t num_ranks() const { return ranks_->num_ranks(); }
@@ -128,16 +180,27 @@ class SequenceBalancer {
   };
   /// Null for another plan. Plans are the same object or are not the same.
   Made* made(const StepPlan& plan);
+  /// By the options, with what was learned from steps in them.
+  Planning planning_of(int64_t d_model, int32_t num_micro_batches) const;
+  void begin_step(std::string_view call, const Planning& planning);
+  /// Waits for what was started. Collective where lengths did not fit.
+  Planned await(PlanningAhead& ahead);
+  /// Throws ArgumentError where it was started by another balancer.
+  void check_started(const PlanningAhead& ahead) const;
   /// Nothing is in force: a plan is to come.
   void clear();
-  /// Keeps in mind what was planned, and puts it in force where it has one micro-batch.
+  /// Learns from what was measured, and throws where there is no plan. Keeps in mind what was planned, and puts it in
+  /// force where it has one micro-batch.
   std::shared_ptr<StepPlan> take(const Planned& planned);
-  void check_fits(const Plan& plan) const;
   /// Of a plan that every rank made by itself.
   Step agreed(const std::shared_ptr<const Plan>& plan);
 
   std::shared_ptr<Ranks> ranks_;
-  StepPlanner planner_;
+  std::shared_ptr<LengthGatherer> gatherer_;  // null for one rank alone
+  /// For what is planned ahead; null before. One thread, and not one for each task: c10d keeps about 120 bytes for
+  /// every thread that has ever waited for a collective.
+  std::shared_ptr<c10::ThreadPool> planning_thread_;
+  StepFeedback feedback_;
   std::optional<Step> current_;
   std::shared_ptr<PlannedStep> last_step_;  // keeps its tables
   std::vector<Made> made_;

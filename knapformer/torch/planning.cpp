@@ -3,7 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/record_function.h>
-#include <c10/core/StreamGuard.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -16,7 +16,6 @@
 
 #include "knapformer/core/planners/whole_step/micro_batches.h"
 #include "knapformer/core/util/error.h"
-#include "knapformer/torch/exchange/copies.h"
 
 namespace knapformer {
 namespace {
@@ -118,33 +117,26 @@ const std::shared_ptr<RankPlan>& PlannedStep::micro_batch(int32_t number, Rank r
   return known;
 }
 
-TablesDevice::TablesDevice(at::Device on, std::optional<ExchangeEngine> given)
-    : device(on), engine(given ? *given : engine_for(on)) {
-  if (!on.is_cpu()) stream = c10::impl::VirtualGuardImpl(on.type()).getNewStream(on);
-}
-
-/// The present stream does what it is given from now on behind the copy of the tables, which keep their memory until
-/// it has come by.
-static void order_behind_copy(RankPlan::TablesOnDevice& on) {
-  if (!on.copied) return;
-  const c10::impl::VirtualGuardImpl guard(on.device.type());
-  const c10::Stream stream = guard.getStream(on.device);
-  if (std::ranges::find(on.streams, stream) != on.streams.end()) return;
-  on.copied->block(stream);
-  // All index tensors are views of one.
-  guard.recordDataPtrOnStream(on.tables.tokens.send.index.storage().data_ptr(), stream);
-  on.streams.push_back(stream);
-}
-
 const RankPlan::PackedTables& RankPlan::tables_on(const TablesDevice& on) {
+  // Outside of torch.func's transforms, which would make them tensors of one call of theirs.
+  const c10::impl::ExcludeDispatchKeyGuard plain(c10::DispatchKeySet{c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
+                                                                     c10::DispatchKey::FuncTorchDynamicLayerBackMode});
   const auto known = std::ranges::find(packed, on.device, &TablesOnDevice::device);
-  if (known == packed.end()) return pack(on).tables;
-  order_behind_copy(*known);
-  return known->tables;
+  TablesOnDevice& of_device = known == packed.end() ? pack(on) : *known;
+  if (on.device.is_cpu()) return of_device.on_host;
+  auto& copies = of_device.on_streams;
+  const c10::Stream stream = c10::impl::VirtualGuardImpl(on.device.type()).getStream(on.device);
+  const auto copied = std::ranges::find(copies, stream, [](const auto& copy) { return copy.first; });
+  if (copied != copies.end()) return copied->second;
+  PackedTables& tables = copies.emplace_back(stream, of_device.on_host).second;
+  std::vector<PackedTable*> all = {&tables.tokens, &tables.sequences};
+  for (PackedTable& of_attention : tables.attention) all.push_back(&of_attention);
+  copy_index(all, on.device);
+  return tables;
 }
 
 void RankPlan::pack_ahead(const TablesDevice& on) {
-  const c10::OptionalStreamGuard guard(on.stream);  // sets the device too: no context opens on another
+  const c10::DeviceGuard guard(on.device);  // no context opens on another
   pack(on);
   if (!on.takes_masks || plan->input().masks.empty()) return;
   make_masks();
@@ -153,9 +145,6 @@ void RankPlan::pack_ahead(const TablesDevice& on) {
 }
 
 RankPlan::TablesOnDevice& RankPlan::pack(const TablesDevice& on) {
-  // Outside of torch.func's transforms, which would make them tensors of one call of theirs.
-  const c10::impl::ExcludeDispatchKeyGuard plain(c10::DispatchKeySet{c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
-                                                                     c10::DispatchKey::FuncTorchDynamicLayerBackMode});
   std::vector<const ExchangeTable*> tables = {&route.tokens, &route.sequences};
   for (const AttentionLevel& level : attention.levels) {
     if (level.degree > 1) tables.push_back(&level.queries);
@@ -163,15 +152,11 @@ RankPlan::TablesOnDevice& RankPlan::pack(const TablesDevice& on) {
   }
   std::vector<PackedTable> all = pack_tables(tables, on.engine, on.device, number);
   const auto first_of_attention = all.begin() + 2;
-  PackedTables named{.tokens = std::move(all[0]),
-                     .sequences = std::move(all[1]),
-                     .attention = {std::make_move_iterator(first_of_attention), std::make_move_iterator(all.end())}};
-  TablesOnDevice& made = packed.emplace_back(TablesOnDevice{.device = on.device, .tables = std::move(named)});
-  if (!on.device.is_cpu()) {
-    made.streams = {c10::impl::VirtualGuardImpl(on.device.type()).getStream(on.device)};
-    made.copied.emplace(on.device.type()).record(made.streams[0]);
-  }
-  return made;
+  return packed.emplace_back(TablesOnDevice{
+      .device = on.device,
+      .on_host = {.tokens = std::move(all[0]),
+                  .sequences = std::move(all[1]),
+                  .attention = {std::make_move_iterator(first_of_attention), std::make_move_iterator(all.end())}}});
 }
 
 GatheredLengths own_lengths(std::span<const int64_t> seq_lens, int64_t d_model, std::span<const Mask> masks,

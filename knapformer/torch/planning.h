@@ -3,7 +3,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 
 #include <cstdint>
@@ -11,6 +10,8 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "knapformer/core/model/mask.h"
@@ -18,15 +19,31 @@
 #include "knapformer/core/plan/exchange_table.h"
 #include "knapformer/core/plan/plan.h"
 #include "knapformer/core/plan/step_plan.h"
+#include "knapformer/core/planners/planner.h"
 #include "knapformer/core/util/error.h"
 #include "knapformer/torch/attention.h"
-#include "knapformer/torch/balancer_options.h"
 #include "knapformer/torch/comm/comm_group.h"
 #include "knapformer/torch/comm/gather_lengths.h"
 #include "knapformer/torch/exchange/arguments.h"
+#include "knapformer/torch/exchange/copies.h"
 #include "knapformer/torch/exchange/packed_table.h"
 
 namespace knapformer {
+
+/// How to plan, the same on all ranks.
+struct BalancerOptions {
+  /// Without lengths, their pairs, topology and width: the balancer fills these in.
+  PlanInput plan = {};
+  /// As in make_plan.
+  std::string solver = std::string(planners().front().name);
+  Effort effort = {};
+  /// Of all sequences.
+  Mask mask = {};
+  /// Of steps of several micro-batches.
+  StepSync sync = StepSync::kMicroBatch;
+  /// Unset: the one for the tensors' device (exchange/copies.h).
+  std::optional<ExchangeEngine> engine = std::nullopt;
+};
 
 /// Whether all ranks follow the same plan: a hash of it is gathered while the host goes on.
 class PlanAgreement {
@@ -44,12 +61,11 @@ class PlanAgreement {
 /// A device on which exchanges take their tables.
 struct TablesDevice {
   /// given: unset, the engine for the device (copies.h).
-  TablesDevice(at::Device on, std::optional<ExchangeEngine> given);
+  TablesDevice(at::Device on, std::optional<ExchangeEngine> given)
+      : device(on), engine(given ? *given : engine_for(on)) {}
 
   at::Device device;
   ExchangeEngine engine;
-  /// On which tables that are packed ahead reach it, so that they wait for nothing that it computes. None: the CPU.
-  std::optional<c10::Stream> stream;
   /// Whether attention has gone by the planned masks there: then those of plans to come are made ahead.
   bool takes_masks = false;
 };
@@ -68,12 +84,12 @@ struct RankPlan {
     PackedTable tokens, sequences;       // of route
     std::vector<PackedTable> attention;  // of each level of several ranks: its queries, and its keys if it has them
   };
-  /// For the present stream of the device. Packed at the first call, where they have not been packed ahead.
+  /// For the present stream of the device. Packed at the first call, where they have not been packed ahead; then copied
+  /// to an accelerator without a wait of the host.
   const PackedTables& tables_on(const TablesDevice& on);
   /// Gives `attended` the masks of its sequences.
   void make_masks();
-  /// Packs them before anyone asks, and launches their copy to the device. On any thread: none of this step's other
-  /// members are in use meanwhile.
+  /// Packs the tables before anyone asks. On any thread: none of this step's other members are in use meanwhile.
   void pack_ahead(const TablesDevice& on);
 
   int64_t number;  // of the step: the same on all ranks, and no other step of this balancer has it
@@ -92,10 +108,9 @@ struct RankPlan {
 
   struct TablesOnDevice {
     at::Device device;
-    PackedTables tables;
-    /// On an accelerator: when they have reached it, and the streams that know of it.
-    std::optional<c10::Event> copied = {};
-    std::vector<c10::Stream> streams = {};
+    PackedTables on_host;  // for an accelerator in pinned memory
+    /// An accelerator's copies: each stream that uses the tables has its own, so that none waits for another.
+    std::list<std::pair<c10::Stream, PackedTables>> on_streams = {};
   };
   /// An accelerator, the CPU (what hosts read), or both.
   std::list<TablesOnDevice> packed = {};

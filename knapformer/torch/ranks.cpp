@@ -3,6 +3,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <charconv>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <utility>
 
@@ -34,15 +35,60 @@ std::string comm_group_name(const c10d::ProcessGroup& group) {
   }
 }
 
+/// Changes with what ranks say to each other: ranks of different versions do not work together.
+constexpr int32_t kProtocolVersion = 7;
+
+/// Of the shortest text that reads back as the same number.
+std::string exact_text(double value) {
+  char buffer[32];
+  const auto [end, error] = std::to_chars(buffer, buffer + sizeof(buffer), value);
+  KNAPFORMER_ASSERT(error == std::errc());
+  return {buffer, end};
+}
+
+template <class T>
+void add_setting(Fingerprint& fingerprint, const std::string& name, const T& value) {
+  if constexpr (IsRecord<T>) {
+    for_each_field<T>([&](const auto& f) { add_setting(fingerprint, name + "." + f.name, value.*f.member); });
+  } else if constexpr (std::is_same_v<T, StepMode>) {
+    fingerprint.add(name, step_mode_name(value));
+  } else if constexpr (std::is_arithmetic_v<T>) {
+    fingerprint.add(name, exact_text(static_cast<double>(value)));
+  } else {  // a list of numbers
+    std::string numbers;
+    for (const double number : value) numbers += exact_text(number) + ' ';
+    fingerprint.add(name, numbers);
+  }
+}
+
+/// Of a balancer with these options: ranks of different ones would plan differently. Throws ArgumentError where an
+/// option is wrong.
+Fingerprint fingerprint_of(const BalancerOptions& options, const Topology& topology) {
+  PlanInput empty = options.plan;
+  empty.seq_lens = SequenceLengths::from_lists(std::vector<std::vector<int64_t>>(topology.num_ranks()));
+  empty.topology = topology;
+  empty.d_model = 1;
+  static_cast<void>(make_plan(std::move(empty), options.solver, options.effort));  // checks the options
+  Fingerprint fingerprint("SequenceBalancer");
+  fingerprint.add("version", std::to_string(kProtocolVersion));
+  fingerprint.add("topology", topology.str());
+  PlanInput::for_each_setting(options.plan,
+                              [&](const char* name, const auto& value) { add_setting(fingerprint, name, value); });
+  fingerprint.add("solver", options.solver);
+  fingerprint.add("effort", options.effort.str());
+  fingerprint.add("mask", options.mask.str());
+  fingerprint.add("sync", step_sync_name(options.sync));
+  return fingerprint;
+}
+
 }  // namespace
 
 Ranks::Ranks(std::string_view topology, BalancerOptions options, ProcessGroupPtr group,
              const MakeBagGroup& make_bag_group, const MakeCpuGroup& make_cpu_group)
     : options_(std::move(options)) {
-  const bool is_auto = topology == kAutoTopology;
   const auto parse = [&](int32_t num_ranks) {
-    topology_ = Topology::parse(is_auto ? text("g1n", num_ranks) : std::string(topology), num_ranks);
-    return fingerprint_of(options_, topology_, topology);
+    topology_ = Topology::parse(topology, num_ranks);
+    return fingerprint_of(options_, topology_);
   };
   if (!group || group->getSize() == 1) {
     static_cast<void>(parse(1));
@@ -55,12 +101,8 @@ Ranks::Ranks(std::string_view topology, BalancerOptions options, ProcessGroupPtr
   watchdog_->guard([&] {
     agree(parse(group->getSize()));
     if (make_cpu_group && !all_->control_device().is_cpu()) all_->use_cpu_group(make_cpu_group());
-    BagMaking making{.group = group, .store_prefix = prefix + "/bag", .make_bag_group = make_bag_group};
-    if (is_auto) {
-      undecided_ = std::move(making);
-    } else {
-      join_bags(making);
-    }
+    bag_ = join_bag(group, prefix + "/bag", make_bag_group);
+    agree(Fingerprint("SequenceBalancer, with the groups of all bags"));
   });
 }
 
@@ -72,36 +114,26 @@ void Ranks::refuse(const ProcessGroupPtr& group, const std::exception& error) no
   }
 }
 
-void Ranks::join_bags(const BagMaking& making) {
-  bag_ = join_bag(making);
-  agree(Fingerprint("SequenceBalancer, with the groups of all bags"));
-}
-
-std::shared_ptr<CommGroup> Ranks::join_bag(const BagMaking& making) const {
+std::shared_ptr<CommGroup> Ranks::join_bag(const ProcessGroupPtr& group, const std::string& store_prefix,
+                                           const MakeBagGroup& make_bag_group) const {
   const BagId id = topology_.bag_of(rank_);
   const Bag& bag = topology_.bag(id);
   if (bag.num_ranks == 1) return nullptr;
   std::vector<int64_t> ranks;
   for (int32_t i = 0; i < bag.num_ranks; ++i) ranks.push_back(bag.first_rank.value + i);
-  const ProcessGroupPtr bag_group = making.make_bag_group ? making.make_bag_group(ranks) : nullptr;
+  const ProcessGroupPtr bag_group = make_bag_group ? make_bag_group(ranks) : nullptr;
   if (!bag_group) {
     throw StateError(text("make_bag_group: got no group for bag ", id.value, ", expected one of its ranks ",
                           ranks.front(), " to ", ranks.back()));
   }
-  if (bag_group == making.group) return all_;
+  if (bag_group == group) return all_;
   const int32_t rank_in_bag = rank_.value - bag.first_rank.value;
   if (bag_group->getSize() != bag.num_ranks || bag_group->getRank() != rank_in_bag || !bag_group->getStore()) {
     throw_argument("make_bag_group",
                    text("a group in which this is rank ", bag_group->getRank(), " of ", bag_group->getSize()),
                    text("one with a store, in which it is rank ", rank_in_bag, " of ", bag.num_ranks));
   }
-  return CommGroup::make(comm_group_name(*bag_group), bag_group, making.store_prefix, watchdog_, bag.first_rank.value);
-}
-
-void Ranks::decide(Topology topology) {
-  topology_ = std::move(topology);
-  join_bags(*std::exchange(undecided_, std::nullopt));
-  if (bag_) bag_->fingerprints().enter_step(step_);
+  return CommGroup::make(comm_group_name(*bag_group), bag_group, store_prefix, watchdog_, bag.first_rank.value);
 }
 
 void Ranks::report(const std::exception& error) noexcept {
@@ -114,9 +146,8 @@ void Ranks::agree(const Fingerprint& call) {
 
 void Ranks::enter_step(const Fingerprint& call) {
   agree(call);
-  step_ = call.step;
   for (const auto& group : {all_, bag_}) {
-    if (group) group->fingerprints().enter_step(step_);
+    if (group) group->fingerprints().enter_step(call.step);
   }
 }
 

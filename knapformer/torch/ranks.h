@@ -15,7 +15,6 @@
 
 #include "knapformer/core/model/topology.h"
 #include "knapformer/core/util/ids.h"
-#include "knapformer/torch/balancer_options.h"
 #include "knapformer/torch/comm/comm_group.h"
 #include "knapformer/torch/planning.h"
 
@@ -58,11 +57,7 @@ class Ranks {
   const BalancerOptions& options() const { return options_; }
   Rank rank() const { return rank_; }
   int32_t num_ranks() const { return topology_.num_ranks(); }
-  /// Bags of one where it is yet to be decided.
   const Topology& topology() const { return topology_; }
-  bool is_decided() const { return !undecided_; }
-  /// For the topology "auto", once. Collective: makes the groups of bags.
-  void decide(Topology topology);
 
   /// Null for one rank alone, as the next.
   const std::shared_ptr<CommGroup>& all() const { return all_; }
@@ -83,24 +78,17 @@ class Ranks {
   Traffic traffic() const;
 
  private:
-  /// How the bag of this rank gets its group, where it has several ranks.
-  struct BagMaking {
-    ProcessGroupPtr group;
-    std::string store_prefix;
-    MakeBagGroup make_bag_group;
-  };
-  /// The groups of all bags. Collective over the group.
-  void join_bags(const BagMaking& making);
-  std::shared_ptr<CommGroup> join_bag(const BagMaking& making) const;
+  /// The group of this rank's bag; null in a bag of one.
+  std::shared_ptr<CommGroup> join_bag(const ProcessGroupPtr& group, const std::string& store_prefix,
+                                      const MakeBagGroup& make_bag_group) const;
 
   BalancerOptions options_;
   Topology topology_;
-  std::optional<BagMaking> undecided_;
   Rank rank_;
   std::shared_ptr<Watchdog> watchdog_;
   std::shared_ptr<CommGroup> all_, bag_;
   std::vector<TablesDevice> devices_;
-  int64_t next_number_ = 1, step_ = 0;  // the step that was entered last
+  int64_t next_number_ = 1;
 };
 
 }  // namespace knapformer

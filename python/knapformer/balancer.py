@@ -81,9 +81,8 @@ class SequenceBalancer(_torch.SequenceBalancer):
 
     topology: text such as "g1n2+g2n1" (flat bags) or "g8/4/2/1n1" (in each bag of 8 a sequence is shared by 8, 4, 2 or
         1 of its ranks), repeated over the ranks of `group`. None: a nested bag for each node, of its ranks, as
-        torchrun, Slurm or MPI count them in the environment. "auto": the balancer takes the best of
-        `knapformer.rank_topologies` for the first lengths that it plans, and keeps it; the attribute `topology` then
-        has its text. A call of `rank_topologies` can take a larger sample of lengths.
+        torchrun, Slurm or MPI count them in the environment. `knapformer.rank_topologies` names the best one for a
+        sample of lengths.
     cost, settings: a `Cost`, or its fields as keyword arguments.
     group: the ranks that balance among each other; all of them make the balancer. None: the default group, or this
         process alone where torch.distributed is not initialised. The group may be shared with others (FSDP), as long as

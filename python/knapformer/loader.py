@@ -306,8 +306,14 @@ class BalancedStepLoader(_Loader[list[dict[str, Tensor]]]):
         super().__init__(loader, balancer, seq_lens or partial(_rows_of, per_token[0]), masks, work)
         if device is not None:
             balancer.expect_device(torch.device(device))
-        with contextlib.suppress(StateError):  # "auto": the balancer chooses it for the first step
-            self._check_shared(Topology(balancer.topology, balancer.num_ranks))
+        topology = Topology(balancer.topology, balancer.num_ranks)
+        # What goes whole to each rank that shares a sample would count once for each of them.
+        if not per_token and any(len(bag) > 1 for bag in topology.bags):
+            raise ArgumentError(
+                f"per_token: got none, for a balancer of {topology}, whose ranks share samples; expected the names of "
+                f"tensors that are cut where a sample is shared, or a balancer of g1n{balancer.num_ranks}"
+            )
+        gives_shared_samples(self, topology, f"a loader of g1n{balancer.num_ranks}")
         self._step_plan: Plan | None = None
         self._micro_batch = 0
 
@@ -319,7 +325,6 @@ class BalancedStepLoader(_Loader[list[dict[str, Tensor]]]):
         drawn, after = None if self._has_ended(moving) else self._fetch(source), source.position
         while drawn is not None:
             planned = balancer.finish_planning(moving)
-            self._check_shared(planned.topology)
             micro_batches = balancer.finish_moving(moving)
             balancer.start_moving(drawn)
             moving, drawn = drawn, None if self._has_ended(drawn) else self._fetch(source)
@@ -349,15 +354,6 @@ class BalancedStepLoader(_Loader[list[dict[str, Tensor]]]):
             micro_batches=self._micro_batches,
             max_bytes_in_flight=self._max_bytes_in_flight,
         )
-
-    def _check_shared(self, topology: Topology) -> None:
-        """What goes whole to each rank that shares a sample would count once for each of them."""
-        if not any(is_cut for _, is_cut in self._fields) and any(len(bag) > 1 for bag in topology.bags):
-            raise ArgumentError(
-                f"per_token: got none, for a balancer of {topology}, whose ranks share samples; expected the names of "
-                f"tensors that are cut where a sample is shared, or a balancer of g1n{self._balancer.num_ranks}"
-            )
-        gives_shared_samples(self, topology, f"a loader of g1n{self._balancer.num_ranks}")
 
     @property
     def step_plan(self) -> Plan:

@@ -27,8 +27,7 @@ FOLDER = Path(__file__).parents[1] / "simulated_device"
 
 class Counted(types.SimpleNamespace):
     """What the code inside `counted` did, once that block is left. Numbers: launches, copies_to_device, collectives,
-    packed_bytes (read by the packing kernel). Lists of names: launched, syncs, pageable_copies. copies: for each copy
-    to the device the thread that launched it (threading.get_native_id) and that thread's current device."""
+    packed_bytes (read by the packing kernel). Lists of names: launched, syncs, pageable_copies."""
 
 
 def register() -> Any:

@@ -1,8 +1,6 @@
 // What a device was asked to do since the counters were reset.
 #pragma once
 
-#include <unistd.h>
-
 #include <atomic>
 #include <cstdint>
 #include <mutex>
@@ -15,14 +13,10 @@ namespace simulated_device {
 struct Counters {
   std::atomic<int64_t> launches = 0;
   std::atomic<int64_t> collectives = 0;
+  std::atomic<int64_t> copies_to_device = 0;
   std::atomic<bool> fails_to_pack = false;  // as a device without memory
   std::atomic<int64_t> packed_bytes = 0;    // read by the packing kernel; it writes as many, or fewer where it adds
 
-  /// A copy to the device: the thread that launches it, and that thread's current device.
-  void add_copy_to_device(int current_device) {
-    const std::lock_guard lock(mutex_);
-    copies_to_device_.emplace_back(::gettid(), current_device);
-  }
   /// What made the host wait for the device, by name. On a GPU, torch.cuda.set_sync_debug_mode finds these.
   void add_sync(std::string name) { add(syncs_, std::move(name)); }
   /// "Non-blocking" copies from memory that is not pinned, which block all the same.
@@ -35,19 +29,14 @@ struct Counters {
 
   std::vector<std::string> syncs() { return read(syncs_); }
   std::vector<std::string> pageable_copies() { return read(pageable_copies_); }
-  std::vector<std::pair<int64_t, int>> copies_to_device() {
-    const std::lock_guard lock(mutex_);
-    return copies_to_device_;
-  }
   std::vector<std::string> launched() { return read(launched_); }
 
   void reset() {
     const std::lock_guard lock(mutex_);
-    launches = collectives = packed_bytes = 0;
+    launches = collectives = copies_to_device = packed_bytes = 0;
     syncs_.clear();
     pageable_copies_.clear();
     launched_.clear();
-    copies_to_device_.clear();
   }
 
   static Counters& instance() {
@@ -67,7 +56,6 @@ struct Counters {
 
   std::mutex mutex_;
   std::vector<std::string> syncs_, pageable_copies_, launched_;
-  std::vector<std::pair<int64_t, int>> copies_to_device_;
 };
 
 }  // namespace simulated_device

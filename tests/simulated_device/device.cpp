@@ -1,8 +1,7 @@
 // Torch's `privateuse1` device, simulated: allocator, guard, hooks and kernels.
 //
 // Every operation of torch runs on the CPU at once, on copies (torch's CPU fallback); views are made here, since the
-// fallback copies and would break aliasing. Two things run late: collectives, as on a stream of their own
-// (collectives.cpp), and some of what streams other than the default one are given (late_work.h).
+// fallback copies and would break aliasing. Collectives run late, as on a stream of their own (collectives.cpp).
 #include <ATen/EmptyTensor.h>
 #include <ATen/InferSize.h>
 #include <ATen/TensorUtils.h>
@@ -13,11 +12,11 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstring>
 
 #include "counters.h"
-#include "late_work.h"
 #include "memory.h"
 
 namespace simulated_device {
@@ -26,6 +25,7 @@ namespace {
 constexpr c10::DeviceType kType = c10::DeviceType::PrivateUse1;
 constexpr c10::DeviceIndex kNumDevices = 2;
 thread_local c10::DeviceIndex current_device = 0;
+thread_local c10::StreamId current_stream = 0;
 
 class Allocator final : public c10::Allocator {
  public:
@@ -34,10 +34,6 @@ class Allocator final : public c10::Allocator {
     const c10::Device device(kType, index);
     if (num_bytes == 0) return {nullptr, nullptr, &release, device};
     void* address = DeviceMemory::instance().allocate(num_bytes);
-    if (current_stream != 0) {
-      const std::lock_guard lock(mutex_);
-      streams_[address] = current_stream;
-    }
     return {address, address, &release, device};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
@@ -47,34 +43,15 @@ class Allocator final : public c10::Allocator {
   }
 
  private:
-  static void release(void* address);
-  /// As torch's allocators do: memory is given away behind what the stream was given on which it was taken.
-  void free_on_its_stream(void* address) {
-    c10::StreamId stream = 0;
-    {
-      const std::lock_guard lock(mutex_);
-      if (const auto found = streams_.extract(address)) stream = found.mapped();
-    }
-    LateWork::instance().launch(stream, [address] { DeviceMemory::instance().free(address); });
+  static void release(void* address) {
+    if (address != nullptr) DeviceMemory::instance().free(address);
   }
-
-  std::mutex mutex_;
-  std::map<void*, c10::StreamId> streams_;  // of addresses that were not taken on the default one
 };
 
 Allocator allocator;
 REGISTER_ALLOCATOR(kType, &allocator)
 
-void Allocator::release(void* address) {
-  if (address != nullptr) allocator.free_on_its_stream(address);
-}
-
-/// How much was launched before the event was recorded.
-struct Event {
-  c10::StreamId stream = 0;
-  int64_t late_work = 0;
-  std::chrono::steady_clock::time_point time = {};
-};
+using Event = std::chrono::steady_clock::time_point;
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   static constexpr c10::DeviceType static_type = kType;
@@ -100,41 +77,22 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return c10::Stream(c10::Stream::UNSAFE, stream.device(), std::exchange(current_stream, stream.id()));
   }
   c10::DeviceIndex deviceCount() const noexcept override { return kNumDevices; }
-  // Work on the default stream is done when its call returns, so a stream waits for late work alone.
+  // All work is done when its call returns.
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
-  void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {
+  void record(void** event, const c10::Stream&, c10::DeviceIndex, c10::EventFlag) const override {
     if (*event == nullptr) *event = new Event;
-    *static_cast<Event*>(*event) = {.stream = stream.id(),
-                                    .late_work = LateWork::instance().num_launched(stream.id()),
-                                    .time = std::chrono::steady_clock::now()};
+    *static_cast<Event*>(*event) = std::chrono::steady_clock::now();
   }
-  void block(void* event, const c10::Stream&) const override { run_before(event); }
+  void block(void*, const c10::Stream&) const override {}
   bool queryEvent(void*) const override { return true; }
   bool queryStream(const c10::Stream&) const override { return true; }
-  void synchronizeEvent(void* event) const override {
-    Counters::instance().add_sync("synchronizeEvent");
-    run_before(event);
-  }
+  void synchronizeEvent(void*) const override { Counters::instance().add_sync("synchronizeEvent"); }
   double elapsedTime(void* begin, void* end, c10::DeviceIndex) const override {
-    const auto time_of = [](void* event) { return static_cast<Event*>(event)->time; };
-    return std::chrono::duration<double, std::milli>(time_of(end) - time_of(begin)).count();
+    return std::chrono::duration<double, std::milli>(*static_cast<Event*>(end) - *static_cast<Event*>(begin)).count();
   }
-  void synchronizeStream(const c10::Stream& stream) const override {
-    Counters::instance().add_sync("synchronizeStream");
-    LateWork::instance().run(stream.id(), LateWork::instance().num_launched(stream.id()));
-  }
-  void synchronizeDevice(c10::DeviceIndex) const override {
-    Counters::instance().add_sync("synchronizeDevice");
-    LateWork::instance().run_all();
-  }
+  void synchronizeStream(const c10::Stream&) const override { Counters::instance().add_sync("synchronizeStream"); }
+  void synchronizeDevice(c10::DeviceIndex) const override { Counters::instance().add_sync("synchronizeDevice"); }
   void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream&) const override {}
-
- private:
-  static void run_before(void* event) {
-    if (event == nullptr) return;
-    const Event& last = *static_cast<Event*>(event);
-    LateWork::instance().run(last.stream, last.late_work);
-  }
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 
@@ -205,7 +163,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
     } else {
       const bool to_device = from.is_cpu();
       const bool pinned = PinnedMemory::instance().owns((to_device ? from : to).storage().data());
-      if (to_device) counters.add_copy_to_device(current_device);
+      if (to_device) ++counters.copies_to_device;
       if (!non_blocking || (!pinned && !to_device)) {
         counters.add_sync(to_device ? "copy to the device" : "copy from the device");
       } else if (!pinned) {
@@ -213,13 +171,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
       }
     }
   }
-  const auto copy = [from, to] { as_cpu(to).copy_(as_cpu(from)); };
-  if (from.is_cpu() && non_blocking) {
-    LateWork::instance().launch(current_stream, copy);
-  } else {
-    if (!inside_kernel) LateWork::instance().catch_up();
-    copy();
-  }
+  as_cpu(to).copy_(as_cpu(from));
   return to;
 }
 
@@ -284,7 +236,6 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   Counters& counters = Counters::instance();
   const bool outermost = !std::exchange(inside_kernel, true);
   if (outermost) {
-    LateWork::instance().catch_up();
     const std::string& name = op.schema().name();
     // As on a GPU, filling an empty tensor launches nothing.
     const bool fills_nothing = name == "aten::zero_" && stack->back().toTensor().numel() == 0;

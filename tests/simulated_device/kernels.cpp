@@ -7,7 +7,6 @@
 
 #include "counters.h"
 #include "knapformer/torch/exchange/packing_kernel.h"
-#include "late_work.h"
 #include "memory.h"
 
 namespace simulated_device {
@@ -41,7 +40,7 @@ void move_rows(const at::Tensor&, const at::Tensor& work, int64_t num_tiles, int
   TORCH_CHECK(!counters.fails_to_pack, "simulated device: out of memory");
   counters.add_launch("knapformer::move_rows");
   counters.packed_bytes += num_bytes;
-  LateWork::instance().launch(current_stream, [=] { run_move_rows(work, num_tiles); });
+  run_move_rows(work, num_tiles);
 }
 
 TORCH_LIBRARY_IMPL(knapformer, PrivateUse1, library) { library.impl("move_rows", &move_rows); }

@@ -2,11 +2,8 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
-#include <cmath>
-#include <limits>
 #include <utility>
 
-#include "knapformer/core/util/error.h"
 #include "knapformer/torch/balancer.h"
 #include "tests/core/cases.h"
 #include "tests/torch/in_process_group.h"
@@ -112,16 +109,6 @@ TEST(Observe, IsOfAllMicroBatchesSinceTheLastTime) {
     }
     EXPECT_NEAR(value_of(balancer.metrics(), "gamma"), 0.4, 0.01) << every;
   }
-}
-
-TEST(Observe, RefusesWhatIsNoTime) {
-  SequenceBalancer balancer("g1n1", {}, nullptr, {});
-  EXPECT_THROW(balancer.observe(1), StateError);
-  balancer.plan_routing(std::vector<int64_t>{8}, 16);
-  for (const double seconds : {0.0, -1.0, std::nan(""), std::numeric_limits<double>::infinity()}) {
-    EXPECT_THROW(balancer.observe(seconds), ArgumentError);
-  }
-  balancer.observe(1);
 }
 
 }  // namespace

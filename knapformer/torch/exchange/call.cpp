@@ -1,10 +1,13 @@
 #include "knapformer/torch/exchange/call.h"
 
+#include <ATen/OpMathType.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
 #include <utility>
 
 #include "knapformer/core/util/error.h"
-#include "knapformer/torch/exchange/copies.h"
-#include "knapformer/torch/exchange/recycled_memory.h"
 
 namespace knapformer {
 namespace {
@@ -38,6 +41,32 @@ void check_tables(const Segment& segment, const HeadSharing& sharing, const Segm
       index >= 0 && index < sharing.degree && first_sharer >= 0 && first_sharer + sharing.degree <= num_peers;
   if (!one_group || !same_sharing || !sharers_fit) {
     throw ArgumentError(text(label, ": got tables of several groups, or that share heads in another way than told"));
+  }
+}
+
+/// The rows of a slot's input (or output) that meet `peer` at a send end (or receive end).
+Rows rows_of(const Slot& slot, const SegmentEnd& end, int32_t peer) {
+  const bool sends = end.kind == HeadSharing::kSend;
+  void* first = sends ? const_cast<void*>(slot.input.const_data_ptr()) : slot.output.mutable_data_ptr();
+  return {.first = static_cast<std::byte*>(first),
+          .stride = sends ? slot.input_stride_bytes : slot.output_row_bytes,
+          .index = end.has_index() ? end.index_at(peer) : nullptr};
+}
+
+/// Adds the copies of this rank's own rows, from input to output. Both ends list the same rows in the same order, and
+/// the same columns in the same order, cut differently.
+void add_own_copies(Copies& copies, const WireBlock& block) {
+  const auto& [send, recv, heads, slots] = *block.segment;
+  const Slot& slot = *block.slot;
+  const Rows from = rows_of(slot, send, block.peer), to = rows_of(slot, recv, block.peer);
+  ColumnRuns sent = send.columns_of(slot, block.peer), received = recv.columns_of(slot, block.peer);
+  for (auto s = sent.begin(), r = received.begin(); s != sent.end() && r != received.end();) {
+    const int64_t width = std::min(s->num_bytes, r->num_bytes);
+    copies.add(from, s->first_byte, to, r->first_byte, width, block.num_rows);
+    for (auto* run : {&s, &r}) {
+      (*run)->first_byte += width;
+      if (((*run)->num_bytes -= width) == 0) ++*run;
+    }
   }
 }
 
@@ -131,17 +160,15 @@ void ExchangeCall::add_slot(Segment& segment, const at::Tensor& tensor, HeadRole
 
 int64_t ExchangeCall::add_peer(std::vector<WireBlock>& blocks, SegmentEnd Segment::*end, int32_t peer,
                                int64_t first_byte) {
-  for (size_t s = 0; s < segments_.size(); ++s) {
-    const SegmentEnd& of_segment = segments_[s].*end;
-    for (size_t i = 0; i < segments_[s].slots.size(); ++i) {
-      const WireBlock& block =
-          blocks.emplace_back(WireBlock{.segment = s,
-                                        .slot = i,
-                                        .end = &of_segment,
-                                        .peer = peer,
-                                        .first_byte = first_byte,
-                                        .num_rows = of_segment.peer_rows(peer),
-                                        .row_bytes = of_segment.wire_bytes(segments_[s].slots[i], peer)});
+  for (Segment& segment : segments_) {
+    for (Slot& slot : segment.slots) {
+      const WireBlock& block = blocks.emplace_back(WireBlock{.segment = &segment,
+                                                             .slot = &slot,
+                                                             .end = &(segment.*end),
+                                                             .peer = peer,
+                                                             .first_byte = first_byte,
+                                                             .num_rows = (segment.*end).peer_rows(peer),
+                                                             .row_bytes = (segment.*end).wire_bytes(slot, peer)});
       const int64_t num_bytes = block.num_rows * block.row_bytes;
       first_byte += (num_bytes + kMaxWordBytes - 1) / kMaxWordBytes * kMaxWordBytes;
     }
@@ -169,18 +196,93 @@ void ExchangeCall::allocate_wire() {
   next_byte = add_peer(received_blocks_, &Segment::recv, this_peer(), own_begin_);
   KNAPFORMER_ASSERT(next_byte == own_end_);
   received_bytes_ = add_others(received_blocks_, &Segment::recv);
-  wire_ = empty_recycled({next_byte}, at::TensorOptions().dtype(at::kByte).device(device_));
+  wire_ = at::empty({next_byte}, at::TensorOptions().dtype(at::kByte).device(device_));
 }
 
-void ExchangeCall::allocate_outputs() {
-  for (Segment& segment : segments_) {
-    for (Slot& slot : segment.slots) slot.output = empty_recycled(slot.output_shape, slot.input.options());
+void ExchangeCall::add_wire_copies(Copies& copies, const WireBlock& block) const {
+  const Rows rows = rows_of(*block.slot, *block.end, block.peer);
+  const Rows wire{.first = static_cast<std::byte*>(wire_.mutable_data_ptr()) + block.first_byte,
+                  .stride = block.row_bytes};
+  int64_t next = 0;
+  for (const ColumnRun& run : block.end->columns_of(*block.slot, block.peer)) {
+    if (block.end->kind == HeadSharing::kSend) {
+      copies.add(rows, run.first_byte, wire, next, run.num_bytes, block.num_rows);
+    } else {
+      copies.add(wire, next, rows, run.first_byte, run.num_bytes, block.num_rows);
+    }
+    next += run.num_bytes;
   }
 }
 
-std::vector<at::Tensor> ExchangeCall::outputs() const {
+void ExchangeCall::add_own(Copies& copies) {
+  for (Segment& segment : segments_) {
+    for (Slot& slot : segment.slots) slot.output = at::empty(slot.output_shape, slot.input.options());
+  }
+  for (const WireBlock& block : sent_blocks_) {
+    if (block.peer != this_peer()) continue;
+    block.sums() ? add_wire_copies(copies, block) : add_own_copies(copies, block);
+  }
+}
+
+/// What arrived in a block. The sum begins as zeros. It is taken in float32 for half types, in one fixed order (this
+/// rank's own, then by peer), so that a run gives the same bits each time.
+void ExchangeCall::add_to_sum(const WireBlock& block) const {
+  const SegmentEnd& recv = *block.end;
+  Slot& slot = *block.slot;
+  if (!slot.sum.defined()) {
+    slot.sum = at::zeros(slot.output.sizes(), slot.output.options().dtype(at::toOpMathType(slot.output.scalar_type())));
+  }
+  if (block.row_bytes == 0 || block.num_rows == 0) return;
+  std::vector<int64_t> shape = slot.output.sizes().vec();
+  shape[0] = block.num_rows;
+  if (recv.heads_shared()) shape[1] = -1;
+  const at::Tensor values = wire_.narrow(0, block.first_byte, block.num_rows * block.row_bytes)
+                                .view(slot.output.scalar_type())
+                                .view(shape)
+                                .to(slot.sum.scalar_type());
+  const auto add = [&](at::Tensor sum, const at::Tensor& rows) {
+    if (recv.has_index()) {
+      sum.index_add_(0, recv.index_of(block.peer), rows);  // no row is twice in the index
+    } else {
+      sum.add_(rows);
+    }
+  };
+  if (!recv.heads_shared()) return add(slot.sum, values);
+  int64_t next = 0;
+  for (const ColumnRun& run : recv.columns_of(slot, block.peer)) {
+    const int64_t first_head = run.first_byte / slot.head_bytes, num_heads = run.num_bytes / slot.head_bytes;
+    add(slot.sum.narrow(1, first_head, num_heads), values.narrow(1, next, num_heads));
+    next += num_heads;
+  }
+}
+
+void ExchangeCall::pack() {
+  Copies copies;
+  for (const WireBlock& block : sent_blocks_) {
+    if (block.peer != this_peer()) add_wire_copies(copies, block);
+  }
+  if (engine() == ExchangeEngine::kKernel) add_own(copies);
+  copies.run(engine(), wire_);
+}
+
+void ExchangeCall::move_own() {
+  if (engine() == ExchangeEngine::kKernel) return;
+  Copies copies;
+  add_own(copies);
+  copies.run(engine(), wire_);
+}
+
+std::vector<at::Tensor> ExchangeCall::unpack() {
+  Copies copies;
+  for (const WireBlock& block : received_blocks_) {
+    if (block.sums()) {
+      add_to_sum(block);
+    } else if (block.peer != this_peer()) {
+      add_wire_copies(copies, block);
+    }
+  }
+  copies.run(engine(), wire_);
   std::vector<at::Tensor> outputs;
-  outputs.reserve(static_cast<size_t>(num_slots_));
   for (const Segment& segment : segments_) {
     for (const Slot& slot : segment.slots) {
       if (slot.sum.defined()) slot.output.copy_(slot.sum);

@@ -1,8 +1,9 @@
-// One exchange, resolved: which bytes of which rows travel to and from which peer.
+// One exchange, resolved: which bytes of which rows travel to and from which peer, and how they get into the buffer of
+// the all-to-all and out of it: by lists of copies of rows (copies.h), from tensors into the buffer, from the buffer
+// into tensors, and of this rank's own rows from input to output. What adds up is added by ATen.
 //
 // One buffer holds what the all-to-all sends and what it receives. This rank's own rows lie between the two, as the
-// last of the rows sent and the first of the rows received. So an engine may pack them there, and need not copy them
-// from one part to the other:
+// last of the rows sent and the first of the rows received, where they are packed only if they add up:
 //
 //   bytes of the buffer = | sent to others, by peer | own | received from others, by peer |
 //   those of a peer     = | segment 0, slot 0: rows in wire order | segment 0, slot 1 | ... | segment 1, slot 0 | ... |
@@ -25,6 +26,7 @@
 #include "knapformer/core/plan/heads.h"
 #include "knapformer/torch/comm/comm_group.h"
 #include "knapformer/torch/exchange/arguments.h"
+#include "knapformer/torch/exchange/copies.h"
 
 namespace knapformer {
 
@@ -39,8 +41,8 @@ using ColumnRuns = c10::SmallVector<ColumnRun, 4>;
 struct Slot {
   at::Tensor input;  // each row is dense; rows are input.stride(0) apart
   at::DimVector output_shape;
-  at::Tensor output = {};              // contiguous; allocated by ExchangeCall::allocate_outputs
-  at::Tensor sum = {};                 // where values add up: the sum, which becomes the output (engine.cpp)
+  at::Tensor output = {};              // contiguous
+  at::Tensor sum = {};                 // where values add up: the sum, which becomes the output
   const HeadShares* shares = nullptr;  // by its role; null: all columns meet every peer
   int64_t head_bytes = 0;              // of one head, where there are shares
   int64_t input_row_bytes = 0;         // all columns, as in the next
@@ -72,7 +74,7 @@ struct Segment {
   std::shared_ptr<const HeadPartition> heads;  // slots point into it
   std::vector<Slot> slots;
 
-  /// Several values on the wire belong to one of the output: they add up (engine.cpp).
+  /// Several values on the wire belong to one of the output: they add up.
   bool sums(const Slot& slot) const {
     const HeadShares* shares = recv.shares_of(slot);
     return recv.has_duplicates() || (shares != nullptr && shares->has_duplicates());
@@ -81,12 +83,15 @@ struct Segment {
 
 /// Rows of a slot that meet one peer, in the buffer.
 struct WireBlock {
-  size_t segment = 0, slot = 0;
+  const Segment* segment = nullptr;
+  Slot* slot = nullptr;
   const SegmentEnd* end = nullptr;
   int32_t peer = 0;
   int64_t first_byte = 0;  // of the buffer
   int64_t num_rows = 0;
   int64_t row_bytes = 0;
+
+  bool sums() const { return segment->sums(*slot); }
 };
 
 class ExchangeCall {
@@ -96,23 +101,19 @@ class ExchangeCall {
   ExchangeCall(const ExchangeCall&) = delete;  // blocks point into segments
   ExchangeCall& operator=(const ExchangeCall&) = delete;
 
-  void allocate_outputs();
-  /// The outputs, once the exchange is unpacked.
-  std::vector<at::Tensor> outputs() const;
+  /// Before the all-to-all. Where the packing kernel does it, this rank's own rows are copied in the same launch.
+  void pack();
+  /// While the bytes travel.
+  void move_own();
+  /// When they are there. Returns the outputs.
+  std::vector<at::Tensor> unpack();
 
-  std::span<Segment> segments() { return segments_; }
-  std::span<const Segment> segments() const { return segments_; }
-  int32_t this_peer() const { return segments_.front().send.this_peer(); }
-  int32_t num_peers() const { return segments_.front().send.num_peers(); }
   at::Device device() const { return device_; }
   const std::string& label() const { return label_; }
-  ExchangeEngine engine() const { return segments_.front().send.engine(); }
 
   /// The buffer: uint8, on the tensors' device.
   const at::Tensor& wire() const { return wire_; }
-  Slot& slot_of(const WireBlock& block) { return segments_[block.segment].slots[block.slot]; }
-  /// Whether several values on the wire belong to one of the slot's output.
-  bool sums(const WireBlock& block) { return segments_[block.segment].sums(slot_of(block)); }
+  std::span<const Segment> segments() const { return segments_; }
   /// In the order of the buffer, own rows included.
   const std::vector<WireBlock>& sent_blocks() const { return sent_blocks_; }
   const std::vector<WireBlock>& received_blocks() const { return received_blocks_; }
@@ -128,6 +129,14 @@ class ExchangeCall {
   /// Appends the blocks that meet a peer, from `first_byte` on. Returns the byte behind them.
   int64_t add_peer(std::vector<WireBlock>& blocks, SegmentEnd Segment::*end, int32_t peer, int64_t first_byte);
   void allocate_wire();
+  int32_t this_peer() const { return segments_.front().send.this_peer(); }
+  int32_t num_peers() const { return segments_.front().send.num_peers(); }
+  ExchangeEngine engine() const { return segments_.front().send.engine(); }
+  /// Allocates the outputs, and adds the copies of this rank's own rows.
+  void add_own(Copies& copies);
+  /// Adds those of the rows of a block, between their tensor and the buffer.
+  void add_wire_copies(Copies& copies, const WireBlock& block) const;
+  void add_to_sum(const WireBlock& block) const;
 
   std::vector<Segment> segments_;
   int64_t num_slots_ = 0;

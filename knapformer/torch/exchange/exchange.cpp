@@ -1,17 +1,20 @@
 #include "knapformer/torch/exchange/exchange.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
+#include <ATen/record_function.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <limits>
+#include <memory>
 #include <utility>
 
 #include "knapformer/core/util/error.h"
 #include "knapformer/torch/comm/comm_group.h"
-#include "knapformer/torch/exchange/in_flight.h"
+#include "knapformer/torch/exchange/call.h"
 
 namespace knapformer {
 
@@ -120,6 +123,69 @@ Tensors call_finish(const at::Tensor& started) {
   static const auto op = find_op<Tensors(const at::Tensor&)>("knapformer::exchange_finish");
   return op.call(started);
 }
+
+/// An exchange between its start and its finish.
+///
+/// To autograd it is a tensor: one without bytes, whose storage owns it. It is on the device of what travels, so that
+/// autograd runs both halves of a backward in the order and on the stream of what is between them.
+class InFlight {
+ public:
+  /// Packs, and launches the all-to-all. Collective.
+  explicit InFlight(const ExchangeArguments& arguments) : group_(CommGroup::find(arguments.group)) {
+    RECORD_USER_SCOPE(text("knapformer::start ", arguments.label()));
+    group_->watchdog().guard([&] {
+      call_ = std::make_unique<ExchangeCall>(arguments);
+      call_->pack();
+      // The last step before the collective, as ranks look for errors in it. While a backend opens connections, which
+      // it does in a group's first collective, they do not.
+      group_->fingerprints().agree(arguments.fingerprint());
+      at::Tensor received = call_->received(), sent = call_->sent();
+      work_ = group_->start_all_to_all(received, sent, call_->received_bytes(), call_->sent_bytes(), call_->label());
+      call_->move_own();
+    });
+  }
+
+  /// The same; the tensor that stands for it.
+  static at::Tensor start(ExchangeArguments arguments) {
+    const at::Device device = arguments.tensors.at(0).device();
+    auto* in_flight = new InFlight(arguments);
+    arguments.tensors.clear();
+    in_flight->arguments_ = std::move(arguments);
+    at::Tensor started = at::empty({0}, at::TensorOptions().dtype(at::kFloat).device(device));
+    started.storage().set_data_ptr_noswap({nullptr, in_flight, &delete_it, device});
+    return started;
+  }
+
+  /// What such a tensor stands for. Throws StateError, ArgumentError where it stands for nothing.
+  static InFlight& of(const at::Tensor& started) {
+    if (!started.defined()) throw StateError("exchange_start: got no gradient of what it started, expected one");
+    auto* in_flight = started.storage().data_ptr().cast_context<InFlight>(&delete_it);
+    if (in_flight == nullptr) throw ArgumentError("started: got a tensor that exchange_start did not return");
+    return *in_flight;
+  }
+
+  /// Waits and unpacks; once.
+  Tensors finish() {
+    return group_->watchdog().guard([&] {
+      if (!call_) throw StateError(text(arguments_.label(), ": has been finished before, expected once"));
+      const std::unique_ptr<ExchangeCall> call = std::move(call_);
+      group_->wait(*work_, call->device(), call->label());
+      work_.reset();
+      return call->unpack();
+    });
+  }
+
+  /// Of one that start() made, without its tensors.
+  const ExchangeArguments& arguments() const { return arguments_; }
+
+ private:
+  static void delete_it(void* in_flight) { delete static_cast<InFlight*>(in_flight); }
+
+  std::shared_ptr<CommGroup> group_;
+  ExchangeArguments arguments_;
+  std::unique_ptr<ExchangeCall> call_;
+  WorkPtr work_;
+};
 
 Tensors exchange_kernel(const ExchangeArguments& arguments) { return InFlight(arguments).finish(); }
 

@@ -2,7 +2,7 @@
 
 #include <ATen/ops/empty.h>
 
-#include <cstring>
+#include <algorithm>
 #include <numeric>
 
 #include "knapformer/core/util/error.h"
@@ -70,15 +70,24 @@ std::vector<PackedTable> pack_tables(std::span<const ExchangeTable* const> table
       }
     }
   }
-  at::Tensor host =
+  const at::Tensor host =
       at::empty({static_cast<int64_t>(index.size())}, at::TensorOptions(at::kLong).pinned_memory(!device.is_cpu()));
-  if (!index.empty()) std::memcpy(host.mutable_data_ptr<int64_t>(), index.data(), index.size() * sizeof(int64_t));
-  const at::Tensor on_device = device.is_cpu() ? host : host.to(device, /*non_blocking=*/true);
+  std::ranges::copy(index, host.mutable_data_ptr<int64_t>());
   for (size_t i = 0; i < ends.size(); ++i) {
     const size_t begin = ends[i].second, end = i + 1 < ends.size() ? ends[i + 1].second : index.size();
-    ends[i].first->index = on_device.narrow(0, static_cast<int64_t>(begin), static_cast<int64_t>(end - begin));
+    ends[i].first->index = host.narrow(0, static_cast<int64_t>(begin), static_cast<int64_t>(end - begin));
   }
   return packed;
+}
+
+void copy_index(std::span<PackedTable* const> tables, at::Device device) {
+  const at::Tensor& last = tables.back()->recv.index;
+  const at::Tensor all =
+      last.as_strided({last.storage_offset() + last.numel()}, {1}, 0).to(device, /*non_blocking=*/true);
+  for (PackedTable* table : tables) {
+    for (at::Tensor* index : {&table->send.index, &table->recv.index})
+      *index = all.narrow(0, index->storage_offset(), index->numel());
+  }
 }
 
 }  // namespace knapformer

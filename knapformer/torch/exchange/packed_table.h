@@ -26,8 +26,8 @@ enum class ExchangeEngine {
 struct PackedEnd {
   at::Tensor table;  // int64 CPU; PackedEndView reads it
   at::Tensor rows;   // (num_rows, 0) on the tensors' device: its size tells a traced graph the rows of this end
-  at::Tensor index;  // int64 on the tensors' device: the rows in wire order; empty where all rows, in order, or none
-                     // meet each peer, as in Ulysses before attention
+  at::Tensor index;  // int64: the rows in wire order, once copied on the tensors' device; empty where all rows, in
+                     // order, or none meet each peer, as in Ulysses before attention
 };
 
 struct PackedTable {
@@ -37,10 +37,14 @@ struct PackedTable {
   PackedTable inverse() const { return {.send = recv, .recv = send}; }
 };
 
-/// Packs all tables of a step at once: their index tensors reach the device in one copy from pinned memory, which does
-/// not block the host. step: its number, by which ranks see that they follow the same (Fingerprint::step).
+/// Packs all tables of a step at once. Their index tensors are parts of one on the host, for an accelerator in pinned
+/// memory, from where copy_index brings them to it. step: its number, by which ranks see that they follow the same
+/// (Fingerprint::step).
 std::vector<PackedTable> pack_tables(std::span<const ExchangeTable* const> tables, ExchangeEngine engine,
                                      at::Device device, int64_t step = 0);
+/// Puts the device's index tensors into the tables of one pack_tables: by one copy on the present stream, which does
+/// not block the host.
+void copy_index(std::span<PackedTable* const> tables, at::Device device);
 
 /// Reads PackedEnd::table in place, and must not outlive it.
 class PackedEndView {

@@ -7,8 +7,7 @@ Kept apart from the tests so that a started rank imports nothing of pytest.
 from __future__ import annotations
 
 import os
-import threading
-from typing import Any, NamedTuple
+from typing import Any
 
 import simulated_device as sim
 import torch
@@ -159,23 +158,14 @@ def devices_differ(rank: int, world: int) -> str:
     return ""
 
 
-class CopiesOfTables(NamedTuple):
-    """A pass over a loader: the results of its steps, and which threads copied index tables to the device."""
-
-    values: list[Tensor]
-    num_by_training_thread: int
-    current_devices_of_others: list[int]
-    syncs: list[str]
-
-
 def tables_of_a_loader(
-    rank: int, world: int, micro_batches: int | None, told: bool, name: str = "sim:1"
-) -> dict[str, CopiesOfTables]:
-    """Copies on the CPU and on the device of this name. told: whether the loader gets the device. Only tables are
-    copied: batches are made on it."""
+    rank: int, world: int, micro_batches: int | None, told: bool, name: str
+) -> list[tuple[list[Tensor], sim.Counted]]:
+    """The results of a pass over a loader, and what was counted, on the CPU and on the device of this name. told:
+    whether the loader gets the device. Only tables are copied: batches are made on it."""
     group = sim.new_group()
     lens = [[40 + 5 * rank + step, 3] for step in range(6 * (micro_batches or 1))]
-    results = {}
+    results = []
     for device in ("cpu", name):
         balancer = SequenceBalancer(f"g{world}n1", group=group, d_model=8)
         options: dict[str, Any] = {"device": device} if told else {}
@@ -193,13 +183,7 @@ def tables_of_a_loader(
                 if micro_batches is None:
                     _, x, _ = balancer.route(x)
                 values.append(balancer.attention(x, x, x, lambda q, *_: q * 2))
-        training = threading.get_native_id()
-        results[device] = CopiesOfTables(
-            [x.cpu() for x in values],
-            sum(thread == training for thread, _ in counted.copies),
-            [current for thread, current in counted.copies if thread != training],
-            counted.syncs,
-        )
+        results.append(([x.cpu() for x in values], counted))
     return results
 
 
@@ -265,17 +249,18 @@ def a_rank_that_cannot_pack(rank: int, world: int) -> tuple[str, int]:
     return message, counted.collectives
 
 
-def tables_serve_two_streams(rank: int, world: int) -> tuple[Tensor, Tensor]:
-    """Rows routed on the default stream, behind a step's first route, which put the tables on the device. That was on
-    another stream, where nothing has waited for their copy, as rows without columns are not packed. And what the routed
-    rows are on the CPU."""
+def copies_for_two_streams(rank: int, world: int) -> list[int]:
+    """How often index tables are copied to the device by two routes on the default stream, and by two on another."""
     balancer = SequenceBalancer(f"g{world}n1", group=sim.new_group(), d_model=8)
     balancer.plan_routing(lens_of(rank), 24)
-    x = torch.arange(float(sum(lens_of(rank)))) + 1000 * rank
-    on_device = x.to("sim")
-    with torch.Stream(device="sim"):
-        balancer.route(on_device.new_empty(len(x), 0))
-    return balancer.route(on_device)[0].cpu(), balancer.route(x)[0]
+    x = torch.arange(float(sum(lens_of(rank)))).to("sim")
+    copies = []
+    for stream in (torch.accelerator.current_stream(), torch.Stream(device="sim")):
+        with sim.counted() as counted, stream:
+            for _ in range(2):
+                balancer.route(x)
+        copies.append(counted.copies_to_device)
+    return copies
 
 
 def a_missing_wait(rank: int, world: int) -> tuple[bool, bool]:

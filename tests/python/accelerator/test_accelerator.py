@@ -14,13 +14,13 @@ from accelerator.device_ranks import (
     attention_beside_others,
     balancers_agree,
     compiled_attention_agrees,
+    copies_for_two_streams,
     devices_differ,
     frozen_in_turn_agrees,
     lens_of,
     samples_in_pinned_memory,
     steps_without_a_cpu_backend,
     tables_of_a_loader,
-    tables_serve_two_streams,
 )
 from distributed.ranks import run_ranks
 
@@ -49,31 +49,22 @@ def test_ranks_on_different_devices_are_an_error_on_all() -> None:
         assert message.startswith("ArgumentError: ") and " on sim" in message and " on cpu" in message
 
 
-def test_a_second_stream_reads_the_tables_behind_their_copy() -> None:
-    for on_device, on_cpu in run_ranks(tables_serve_two_streams, 2):
-        assert torch.equal(on_device, on_cpu)
+def test_each_stream_has_its_own_copy_of_the_tables() -> None:
+    """Behind which its exchanges come, so that none needs to wait for another stream's."""
+    assert run_ranks(copies_for_two_streams, 2) == [[1, 1], [1, 1]]
 
 
-@pytest.mark.parametrize(("told", "device"), [(False, "sim:1"), (True, "sim:1"), (True, "sim")])
-@pytest.mark.parametrize("micro_batches", [None, 2])
-def test_the_planning_thread_packs_index_tables(micro_batches: int | None, told: bool, device: str) -> None:
-    """Once the balancer knows the device, from the loader or the first exchange. Where the training thread does not
-    wait for their copy, numbers differ: on the simulated device it runs when that is waited for."""
-    # Planning of that many steps has begun when the first step computes; none where the loader was told.
-    steps_before, per_step = (2, 1) if micro_batches is None else (3, micro_batches)
-    if told:
-        steps_before = 0
-    for of_rank in run_ranks(tables_of_a_loader, 2, micro_batches, told, device):
-        on_cpu, on_device = of_rank["cpu"], of_rank[device]
-        assert len(on_device.values) == len(on_cpu.values) > 0
-        assert all(torch.equal(a, b) for a, b in zip(on_device.values, on_cpu.values, strict=True))
-        assert on_device.syncs == []
-        steps = len(on_cpu.values) // per_step
-        assert on_device.num_by_training_thread == steps_before * per_step
-        # That of the step behind the last, which nobody computes, included where one is planned.
-        assert len(on_device.current_devices_of_others) >= (steps - steps_before) * per_step
-        assert set(on_device.current_devices_of_others) == {1 if device == "sim:1" else 0}
-        assert on_cpu.num_by_training_thread == 0 and on_cpu.current_devices_of_others == []
+@pytest.mark.parametrize(
+    ("micro_batches", "told", "device"),
+    [(None, False, "sim:1"), (2, False, "sim:1"), (2, True, "sim:1"), (2, True, "sim")],
+)
+def test_the_tables_of_a_step_are_one_copy_without_a_wait(micro_batches: int | None, told: bool, device: str) -> None:
+    """Packed ahead once the balancer knows the device, from the loader or the first exchange."""
+    for (on_cpu, cpu_counted), (on_device, counted) in run_ranks(tables_of_a_loader, 2, micro_batches, told, device):
+        assert len(on_device) == len(on_cpu) > 0
+        assert all(torch.equal(a, b) for a, b in zip(on_device, on_cpu, strict=True))
+        assert counted.syncs == [] and counted.pageable_copies == []
+        assert (counted.copies_to_device, cpu_counted.copies_to_device) == (len(on_device), 0)
 
 
 @pytest.mark.parametrize("topology", ["g2n1", "g2/1n1"])
@@ -109,7 +100,7 @@ def test_hosts_never_queue_behind_the_device() -> None:
     """On a group that serves the device alone, as "nccl" does."""
     for expected, got, planning, _, new_groups in (of_ranks := run_ranks(steps_without_a_cpu_backend, 2)):
         torch.testing.assert_close(got, expected, rtol=0, atol=0)
-        assert (planning.launched, planning.copies, planning.syncs) == ([], [], []), planning
+        assert (planning.launched, planning.copies_to_device, planning.syncs) == ([], 0, []), planning
         assert new_groups == 0
     assert sorted(number for *_, numbers, _ in of_ranks for number in numbers) == sorted(
         rank for rank in range(2) for _ in range(sum(lens_of(rank)))

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import datetime
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import error_of, run_ranks
 from torch import Tensor
 
+from knapformer import SequenceBalancer
+
 Check = Callable[[int, int], None]
+Call = Callable[[SequenceBalancer, int], Any]  # of (balancer, rank)
+SOON_S = 30  # far from the groups' timeout, and so long that a busy machine does not matter
 
 LENS = {2: [[3, 9, 1], [14]], 4: [[5, 2, 8], [], [30, 1], [7]]}
 
@@ -61,6 +67,38 @@ def outcome_of(steps: Iterable[Any]) -> Outcome:
     except Exception as error:
         return type(error).__name__, str(error), count, time.monotonic() - begin
     return "", "", count, 0.0
+
+
+def new_group(timeout_s: float = 60) -> dist.ProcessGroup:
+    """Of all ranks."""
+    return dist.new_group(list(range(dist.get_world_size())), timeout=datetime.timedelta(seconds=timeout_s))
+
+
+def errors_of(
+    rank: int, calls: dict[str, Call], topology: str, before: Call = lambda balancer, rank: None
+) -> dict[str, tuple[str, str, float]]:
+    """What error_of says of each call. Each has a balancer and groups of its own, since a rank may be left waiting in
+    one; `before` runs on it first, and nobody calls before all ranks are there."""
+    errors = {}
+    for name, call in calls.items():
+        balancer = SequenceBalancer(topology, group=new_group())
+        before(balancer, rank)
+        dist.barrier()  # a rank that were still making its balancer would hear of the mistake there
+        errors[name] = error_of(lambda call=call, balancer=balancer: call(balancer, rank))
+        dist.barrier()
+    return errors
+
+
+def check_errors(by_rank: list[dict[str, tuple[str, str, float]]], expected: dict[str, tuple[str, str]]) -> None:
+    """That every rank soon raised what is expected of each call: an error of a kind ("": of either), with these words
+    (a regular expression)."""
+    wrong = []
+    for rank, errors in enumerate(by_rank):
+        for name, (kind, message, seconds) in errors.items():
+            of_kind, words = expected[name]
+            if not kind or of_kind not in ("", kind) or not re.search(words, message) or seconds > SOON_S:
+                wrong.append(f"rank {rank}, {name}: {kind} after {seconds:.1f} s: {message!r} lacks {words!r}")
+    assert not wrong, "\n".join(wrong)
 
 
 def _run(rank: int, world_size: int, checks: list[Check]) -> list[str]:

@@ -1,4 +1,5 @@
-"""What the other ranks see when one of them fails, on real ranks that really end (test_faults.py).
+"""What the other ranks see when one of them ends or stops, on real ranks that really do (test_faults.py). Mistakes in a
+call are those of test_errors.py.
 
 The store is served by the process that starts the ranks, as torchrun's agent serves it, so that any rank may be the one
 that ends.
@@ -18,7 +19,7 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
-FAULTS = ("kill", "stop", "exception", "return", "sigint", "sigterm", "skipped", "doubled", "shape")
+FAULTS = ("kill", "stop", "exception", "return", "sigint", "sigterm")
 CALLS = ("plan", "route", "attention", "backward", "reverse", "loader")
 TOPOLOGIES = {("flat", 2): "g2n1", ("nested", 2): "g2/1n1", ("flat", 4): "g2n2", ("nested", 4): "g4/2/1n1"}
 STEP_OF_FAULT = 2  # steps repeat by then, so that ranks predict each other's calls
@@ -65,33 +66,17 @@ class _Victim:
         self._case, self._rank, self._report = case, rank, report
         self.step = -1
 
-    def is_due(self, call: str) -> bool:
-        return self._rank == self._case.victim and (call, self.step) == (self._case.call, STEP_OF_FAULT)
-
-    def times(self, call: str) -> int:
-        """How often to make this call. Commits the faults that end or stop the process, raise, or leave the loop."""
-        if not self.is_due(call):
-            return 1
+    def comes_to(self, call: str) -> None:
+        if self._rank != self._case.victim or (call, self.step) != (self._case.call, STEP_OF_FAULT):
+            return
         self._report.send(("fault", time.time()))
         fault = self._case.fault
-        if fault in ("kill", "stop", "sigint", "sigterm"):
-            name = {"kill": "SIGKILL", "stop": "SIGSTOP"}.get(fault, fault.upper())
-            os.kill(os.getpid(), getattr(signal, name))
         if fault == "exception":
             raise OSError("this rank's disk is full")
         if fault == "return":
             raise _Left
-        return {"skipped": 0, "doubled": 2}.get(fault, 1)
-
-    def lengths(self, step: int) -> list[int]:
-        """The lengths of a step's data, which a loader takes ahead of the step."""
-        if (*self._case[:2], self._case.victim, STEP_OF_FAULT) != ("shape", "loader", self._rank, step):
-            return _lengths(self._rank, step)
-        self._report.send(("fault", time.time()))
-        return [-1]
-
-    def width(self, call: str, width: int) -> int:
-        return width + 1 if self._case.fault == "shape" and self.is_due(call) else width
+        name = {"kill": "SIGKILL", "stop": "SIGSTOP"}.get(fault, fault.upper())
+        os.kill(os.getpid(), getattr(signal, name))
 
 
 def _lengths(rank: int, step: int) -> list[int]:
@@ -106,47 +91,27 @@ def _train(rank: int, case: Case, victim: _Victim) -> None:
     from knapformer import BalancedLoader, SequenceBalancer
 
     balancer = SequenceBalancer(TOPOLOGIES[case.bags, case.num_ranks], effort="low", d_model=D_MODEL)
-    steps = iter(range(NUM_STEPS))
     batches: Iterator[Any] | None = None
     if case.call == "loader":
-        data = ({"seq_lens": victim.lengths(step)} for step in range(NUM_STEPS))
+        data = ({"seq_lens": _lengths(rank, step)} for step in range(NUM_STEPS))
         batches = iter(BalancedLoader(data, balancer, empty=lambda: {"seq_lens": []}))
-    for step in steps:
-        victim.step = step
+    for victim.step in range(NUM_STEPS):
         if batches is not None:
-            for _ in range(victim.times("loader")):
-                batch, _plan = next(batches)
-            lens = batch["seq_lens"]
+            victim.comes_to("loader")
+            next(batches)
         else:
-            lens = _lengths(rank, step)
-            for _ in range(victim.times("plan")):
-                balancer.plan_routing(lens, victim.width("plan", D_MODEL))
+            victim.comes_to("plan")
+            balancer.plan_routing(_lengths(rank, victim.step))
             assert case.bags == "flat" or max(balancer.plan.degree_of_sequence) > 1
-        tokens = sum(balancer.seq_lens.tolist())
-        width = HEADS * HEAD_DIM
-        x = torch.randn(tokens, victim.width("route", width), requires_grad=True)
-        moved = x
-        for _ in range(victim.times("route")):
-            moved = balancer.route(x)[1]
-        if moved.shape[0] != int(balancer.plan.tokens_after[rank]) or moved.shape[1] != width:
-            moved = torch.zeros(int(balancer.plan.tokens_after[rank]), width, requires_grad=True)
-        q = moved.reshape(-1, HEADS, HEAD_DIM)
-        o = q
-        for _ in range(victim.times("attention")):
-            k = q.repeat(1, 1, 2) if victim.width("attention", 0) else q
-            o = balancer.attention(k, k, k, causal_free_attention)[..., :HEAD_DIM]
-        y = o.flatten(1)
-        back = y
-        for _ in range(victim.times("reverse")):
-            wide = torch.nn.functional.pad(y, (0, 1)) if victim.width("reverse", 0) else y
-            back = balancer.reverse_route(wide)[1]
-        if case.call == "backward":
-            if victim.width("backward", 0):
-                back.backward(torch.ones_like(back).double())  # refused by torch itself, on this rank alone
-            for i in range(victim.times("backward")):
-                back.backward(torch.ones_like(back), retain_graph=i == 0)
-        else:
-            back.sum().backward()
+        x = torch.randn(int(balancer.seq_lens.sum()), HEADS * HEAD_DIM, requires_grad=True)
+        victim.comes_to("route")
+        q = balancer.route(x)[1].reshape(-1, HEADS, HEAD_DIM)
+        victim.comes_to("attention")
+        y = balancer.attention(q, q, q, causal_free_attention).flatten(1)
+        victim.comes_to("reverse")
+        back = balancer.reverse_route(y)[1]
+        victim.comes_to("backward")
+        back.sum().backward()
 
 
 def _rank_main(rank: int, case: Case, port: int, report: Connection) -> None:
@@ -221,7 +186,7 @@ def problem(case: Case, fault_time: float, outcomes: list[Outcome | None]) -> st
     if fault_time == 0:
         return f"the fault never came: {outcomes}"
     others = [rank for rank in range(case.num_ranks) if rank != case.victim]
-    for rank in [*others, case.victim] if case.fault in ("stop", "skipped", "doubled") else others:
+    for rank in [*others, case.victim] if case.fault == "stop" else others:
         outcome = outcomes[rank]
         if outcome is None:
             return f"rank {rank} ended without a word, or hangs"
@@ -233,7 +198,6 @@ def problem(case: Case, fault_time: float, outcomes: list[Outcome | None]) -> st
             return f"rank {rank} raised {outcome.kind or 'nothing'}: {outcome.message}"
         if outcome.time - fault_time > LIMIT_S:
             return f"rank {rank} raised after {outcome.time - fault_time:.1f} s: {outcome.message}"
-        named = f"rank {case.victim}" if rank != case.victim else "rank "
-        if named not in outcome.message:
-            return f"rank {rank} names no {named}: {outcome.message}"
+        if f"rank {case.victim}" not in outcome.message:
+            return f"rank {rank} names no rank {case.victim}: {outcome.message}"
     return ""

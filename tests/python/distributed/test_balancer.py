@@ -1,10 +1,12 @@
-"""SequenceBalancer on real ranks over Gloo. Oracles: index formulae, finite differences, and computing without it.
+"""SequenceBalancer on real ranks over Gloo. Oracles: `knapformer.plan`, and computing without it. That outputs and
+gradients are those of one process, test_exactness.py and tests/torch/attention_test.cpp show.
 
 One spawn runs many checks: each check is a function of (rank, world_size), called on all ranks in the same order.
 """
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -22,94 +24,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from knapformer import ArgumentError, SequenceBalancer, StateError, WorkloadModel, plan
-
-
-def check_gradients_by_finite_differences(rank: int, world_size: int) -> None:
-    """All that moves, and attention between, in float64: one rank's value is perturbed at a time, in lockstep."""
-    for topology, heads, kv_heads in (("g2n1", 2, 2), ("g2n1", 3, 1), ("g1n2", 2, 1)):
-        lens = [[2, 3], [4]]
-        balancer = SequenceBalancer(topology)
-        balancer.plan_routing(own(lens, rank), 8)
-        generator = torch.Generator().manual_seed(rank)
-        dim = 2
-        x = torch.randn(sum(own(lens, rank)), (heads + 2 * kv_heads) * dim, dtype=torch.float64, generator=generator)
-        side = torch.randn(len(own(lens, rank)), 3, dtype=torch.float64, generator=generator)
-        weight = torch.randn(x.shape[0], heads * dim, dtype=torch.float64, generator=generator)
-
-        def loss_of(x: Tensor, side: Tensor) -> Tensor:
-            chunk_lens, h, _, (chunk_side,) = balancer.route(x, [], [side])  # noqa: B023
-            scale = chunk_side.sum(1).repeat_interleave(chunk_lens.long())
-            q, k, v = (h * scale[:, None]).view(-1, heads + 2 * kv_heads, dim).split([heads, kv_heads, kv_heads], 1)  # noqa: B023
-            o = balancer.attention(q, k, v, causal_free_attention)  # noqa: B023
-            _, y = balancer.reverse_route(o.flatten(1))  # noqa: B023
-            return (y * weight).sum() + (y**2).sum()  # noqa: B023
-
-        x.requires_grad_()
-        side.requires_grad_()
-        loss_of(x, side).backward()
-
-        def total(x: Tensor, side: Tensor) -> float:
-            with torch.no_grad():
-                loss = loss_of(x, side)
-            dist.all_reduce(loss)
-            return loss.item()
-
-        epsilon = 1e-6
-        for perturbed in range(world_size):
-            for name, tensor, gradient in (("x", x, x.grad), ("side", side, side.grad)):
-                count = torch.tensor(tensor.numel() if rank == perturbed else 0)
-                dist.all_reduce(count)
-                for i in range(int(count)):
-                    values = []
-                    for sign in (1, -1):
-                        moved = tensor.detach().clone()
-                        if rank == perturbed:
-                            moved.view(-1)[i] += sign * epsilon
-                        values.append(total(moved, side) if name == "x" else total(x, moved))
-                    if rank == perturbed:
-                        difference = (values[0] - values[1]) / (2 * epsilon)
-                        assert gradient is not None
-                        assert abs(gradient.view(-1)[i].item() - difference) < 1e-6 * max(1, abs(difference)), (
-                            topology,
-                            name,
-                            i,
-                        )
-
-
-def check_equal_to_no_balancer(rank: int, world_size: int) -> None:
-    """A little attention network: outputs and gradients as each rank alone would have them."""
-    lens = LENS[world_size]
-    width, heads = 12, 6
-    for topology in {2: ["g1n2", "g2n1"], 4: ["g1n4", "g2n2", "g4n1", "g1n2+g2n1", "g1n1+g3n1"]}[world_size]:
-        for kv_heads in (6, 2, 1):
-            balancer = SequenceBalancer(topology)
-            torch.manual_seed(0)
-            weights = [torch.randn(width, (heads + 2 * kv_heads) * 2, dtype=torch.float64) for _ in range(2)]
-            torch.manual_seed(rank)
-            x = torch.randn(sum(own(lens, rank)), width, dtype=torch.float64)
-            plain_x, balanced_x = x.clone().requires_grad_(), x.clone().requires_grad_()
-
-            def layer(x: Tensor, weight: Tensor, attend: Callable[..., Tensor]) -> Tensor:
-                q, k, v = (x @ weight).unflatten(1, (-1, 2)).split([heads, kv_heads, kv_heads], 1)  # noqa: B023
-                return x + attend(q, k, v).flatten(1)
-
-            seq_lens = torch.tensor(own(lens, rank))
-            y = plain_x
-            for weight in weights:
-                y = layer(y, weight, lambda q, k, v: causal_free_attention(q, k, v, seq_lens))  # noqa: B023
-            for _ in range(2):
-                balanced_x.grad = None
-                balancer.plan_routing(own(lens, rank), width)
-                _, z, _ = balancer.route(balanced_x)
-                for weight in weights:
-                    z = layer(z, weight, lambda q, k, v: balancer.attention(q, k, v, causal_free_attention))  # noqa: B023
-                returned_lens, z = balancer.reverse_route(z)
-                assert returned_lens.tolist() == own(lens, rank)
-                torch.testing.assert_close(z, y, rtol=1e-12, atol=1e-12)
-                (z**2).sum().backward()
-            plain_x.grad = None
-            (y**2).sum().backward()
-            torch.testing.assert_close(balanced_x.grad, plain_x.grad, rtol=1e-10, atol=1e-10)
 
 
 def check_lengths_of_every_kind(rank: int, world_size: int) -> None:
@@ -130,18 +44,6 @@ def check_lengths_of_every_kind(rank: int, world_size: int) -> None:
     ]
     assert all(plan == plans[0] for plan in plans)
     assert balancer.plan == plans[0]
-
-
-def check_several_routes_a_plan(rank: int, world_size: int) -> None:
-    balancer = SequenceBalancer(f"g{world_size}n1")
-    lens = own(LENS[world_size], rank)
-    for _ in range(2):
-        balancer.plan_routing(lens, 8)
-        first, second = torch.randn(sum(lens), 4), torch.randn(sum(lens), 2, 3).half()
-        _, a, _ = balancer.route(first)
-        _, b, _ = balancer.route(second)
-        assert torch.equal(balancer.reverse_route(b)[1], second)
-        assert torch.equal(balancer.reverse_route(a)[1], first)
 
 
 def check_attention_alone_is_computed_again(rank: int, world_size: int) -> None:
@@ -407,10 +309,7 @@ def check_given_work(rank: int, world_size: int) -> None:
 
 
 CHECKS: list[Check] = [
-    check_gradients_by_finite_differences,
-    check_equal_to_no_balancer,
     check_lengths_of_every_kind,
-    check_several_routes_a_plan,
     check_attention_alone_is_computed_again,
     check_log_sum_exp_and_edits_in_place,
     check_a_refused_plan_is_not_the_end,
@@ -421,12 +320,11 @@ CHECKS: list[Check] = [
     check_the_mask_of_the_kernel,
     check_given_work,
 ]
-NEEDS_TWO_RANKS = {check_gradients_by_finite_differences}
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_balancer_on_real_ranks(world_size: int) -> None:
-    run_checks([check for check in CHECKS if world_size == 2 or check not in NEEDS_TWO_RANKS], world_size)
+    run_checks(CHECKS, world_size)
 
 
 def test_a_rank_alone_needs_no_group() -> None:
@@ -479,6 +377,8 @@ def test_a_rank_alone_hears_of_a_recomputation_under_another_plan(routed: bool) 
 
 def test_seconds_in_another_unit_are_left_out_with_a_warning() -> None:
     balancer = SequenceBalancer("g1n1")
+    with pytest.raises(StateError, match="plan_routing: has made no plan"):
+        balancer.observe(1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(40):
@@ -486,8 +386,9 @@ def test_seconds_in_another_unit_are_left_out_with_a_warning() -> None:
             balancer.observe(250.0 if step in (20, 30) else 0.25)
     assert [str(warning.message) for warning in caught if "observe: got 250 on rank 0" in str(warning.message)]
     assert sum("observe" in str(warning.message) for warning in caught) == 1
-    with pytest.raises(ArgumentError, match="seconds: got 1e\\+13, expected a number from"):
-        balancer.observe(1e13)
+    for seconds in (1e13, 0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ArgumentError, match=f"seconds: got {re.escape(f'{seconds:g}')}, expected a number from"):
+            balancer.observe(seconds)
 
 
 @pytest.mark.parametrize("attended", [(1,), (1, 2, 3), [torch.zeros(7, 4, 2)]])

@@ -1,13 +1,13 @@
-"""Mistakes on one rank, over real Gloo groups, which end the process where an all-to-all's splits do not match.
+"""Mistakes on one rank, over real Gloo groups, which end the process where an all-to-all's splits do not match; and
+calls out of order where a balancer has two groups, its own and those of its bags.
 
-Expected: an exception on every rank that names the argument, what came and what was expected, soon and not after the
-group's timeout.
-
-Every case has groups of its own, since a rank may be left waiting in one.
+Expected: an exception on every rank that names the argument or the calls, what came and what was expected, soon and not
+after the group's timeout; after the timeout where a rank makes no call at all, with the word which one that is.
 """
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,16 +15,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from balancer_checks import SOON_S, Call, check_errors, errors_of, new_group
 from ranks import error_of, run_ranks
 from torch import Tensor
 
 from knapformer import Cluster, SequenceBalancer, StateError, TrainedModel
 
-GROUP_TIMEOUT_S = 60
-SOON_S = 30  # far from both, so that a busy machine does not matter
+NO_CALL_TIMEOUT_S = 8
 
-LENS = [[3, 4], [5]]
-TOKENS = [7, 5]
+LENS = [[3, 4], [5], [9], [2, 2]]
+TOKENS = [7, 5, 9, 4]
 
 
 def _x(rank: int, dtype: torch.dtype = torch.float32, width: int = 4, rows: int | None = None) -> Tensor:
@@ -75,7 +75,7 @@ def _failing_attention(balancer: SequenceBalancer, rank: int) -> None:
 
 
 # What rank 1 does instead of a step -> the words that every rank must raise, in an ArgumentError or else below.
-MISTAKES: dict[str, tuple[Callable[[SequenceBalancer, int], Any], str]] = {
+MISTAKES: dict[str, tuple[Call, str]] = {
     "lengths_negative": (lambda b, r: b.plan_routing([3, -1], 8), "seq_lens: got -1 for sequence 1"),
     "lengths_float": (lambda b, r: b.plan_routing([3.5], 8), "seq_lens[0]: got 3.5, expected an integer"),
     "lengths_bool": (lambda b, r: b.plan_routing([3, True], 8), "seq_lens[1]: got True, expected an integer"),
@@ -192,35 +192,96 @@ MISTAKES: dict[str, tuple[Callable[[SequenceBalancer, int], Any], str]] = {
 STATE_ERRORS = {"order", "other_call", "call_left_out", "attention_raises", "reported"}
 
 
+def _instead(mistake: Call, step: Call, stopped: bool) -> Call:
+    """Rank 1's mistake, and the other ranks' step."""
+
+    def call(balancer: SequenceBalancer, rank: int) -> None:
+        try:
+            (mistake if rank == 1 else step)(balancer, rank)
+            step(balancer, rank)  # a rank whose own calls went through meets the others here
+        finally:
+            if stopped:
+                kind, message, _ = error_of(lambda: balancer.plan_routing(LENS[rank], 8))
+                assert kind == "StateError" and "stopped by an earlier error" in message, message
+
+    return call
+
+
 def _make_mistakes(rank: int, world_size: int, warm_steps: int) -> dict[str, tuple[str, str, float]]:
-    outcomes = {}
-    for name, (mistake, _) in MISTAKES.items():
-        balancer = SequenceBalancer("g2n1", group=dist.new_group([0, 1]))
-        dist.barrier()  # a rank that were still making its balancer would hear of the mistake there
-        for _ in range(warm_steps):
-            _step(balancer, rank)
-
-        def call(mistake: Callable[..., Any] = mistake, balancer: SequenceBalancer = balancer) -> None:
-            (mistake if rank == 1 else _step)(balancer, rank)
-            _step(balancer, rank)  # a rank whose own calls went through meets the others here
-
-        outcomes[name] = error_of(call)
-        kind, message, _ = error_of(lambda balancer=balancer: balancer.plan_routing(LENS[rank], 8))
-        assert kind == "StateError" and "stopped by an earlier error" in message, (name, message)
-    return outcomes
+    calls = {name: _instead(mistake, _step, stopped=True) for name, (mistake, _) in MISTAKES.items()}
+    return errors_of(rank, calls, "g2n1", before=lambda b, r: [_step(b, r) for _ in range(warm_steps)])
 
 
 @pytest.mark.parametrize("warm_steps", [0, 2], ids=["at_once", "after_steps"])
 def test_a_mistake_on_one_rank_is_an_error_on_all(warm_steps: int) -> None:
-    by_rank = run_ranks(_make_mistakes, 2, warm_steps, timeout_s=300, group_timeout_s=GROUP_TIMEOUT_S)
-    wrong = []
-    for rank, outcomes in enumerate(by_rank):
-        for name, (_, words) in MISTAKES.items():
-            kind = "StateError" if name in STATE_ERRORS else "ArgumentError"
-            got_kind, message, seconds = outcomes[name]
-            if got_kind != kind or words not in message or seconds > SOON_S:
-                wrong.append(f"rank {rank}, {name}: {got_kind} after {seconds:.1f} s: {message!r} lacks {words!r}")
-    assert not wrong, "\n".join(wrong)
+    by_rank = run_ranks(_make_mistakes, 2, warm_steps, timeout_s=300)
+    kinds = {name: "StateError" if name in STATE_ERRORS else "ArgumentError" for name in MISTAKES}
+    check_errors(by_rank, {name: (kinds[name], re.escape(words)) for name, (_, words) in MISTAKES.items()})
+
+
+def _routed_with_gradients(balancer: SequenceBalancer, rank: int) -> Tensor:
+    balancer.plan_routing(LENS[rank], 8)
+    return balancer.route(_x(rank).requires_grad_())[1]
+
+
+def _attended(balancer: SequenceBalancer, h: Tensor) -> Tensor:
+    return _attend_in_halves(balancer, h.view(-1, 4, 1)).flatten(1)
+
+
+def _trained(balancer: SequenceBalancer, rank: int) -> None:
+    balancer.reverse_route(_attended(balancer, _routed_with_gradients(balancer, rank)))[1].sum().backward()
+
+
+def _other_heads(balancer: SequenceBalancer, rank: int) -> None:
+    q = _routed_with_gradients(balancer, rank).view(-1, 4, 1)
+    balancer.pre_attn(q.view(-1, 2, 2), q, q)
+
+
+# What rank 1 of 4, in bags of 2, does instead of a step -> what every rank must raise.
+OUT_OF_ORDER: dict[str, tuple[Call, str]] = {
+    "whole_group_first": (
+        lambda b, r: b.reverse_route(_routed_with_gradients(b, r)),
+        "(?=.*reverse_route)(?=.*pre_attn)",
+    ),
+    "no_backward": (
+        lambda b, r: b.reverse_route(_attended(b, _routed_with_gradients(b, r))),
+        "(?=.*plan_routing)(?=.*reverse_route backward)",
+    ),
+    "no_return": (
+        lambda b, r: _attended(b, _routed_with_gradients(b, r)).sum().backward(),
+        "(?=.*reverse_route)(?=.*backward)",
+    ),
+    "other_heads": (_other_heads, "k: got 4 heads, expected a divisor of q's 2 heads"),  # the other bag hears, too
+    "waits_for_a_plan": (
+        lambda b, r: (_routed_with_gradients(b, r), b.finish_planning(b.start_planning(LENS[r], 8))),
+        "(?=.*start_planning)(?=.*(pre_attn|reverse_route))",
+    ),
+}
+_kept: list[SequenceBalancer] = []
+
+
+def _call_out_of_order(rank: int, world_size: int, warm_steps: int) -> dict[str, tuple[str, str, float]]:
+    def before(balancer: SequenceBalancer, rank: int) -> None:
+        for _ in range(warm_steps):
+            _trained(balancer, rank)
+
+    calls = {name: _instead(mistake, _trained, stopped=False) for name, (mistake, _) in OUT_OF_ORDER.items()}
+    errors = errors_of(rank, calls, "g2n2", before)
+    # A rank that makes no call: the others hear of it at the timeout, and of the rank.
+    balancer = SequenceBalancer("g2n2", group=new_group(NO_CALL_TIMEOUT_S))
+    before(balancer, rank)
+    dist.barrier()
+    _kept.append(balancer)  # of rank 1, which lives on without a word until the others are done
+    if rank != 1:
+        errors["no_call"] = error_of(lambda: _trained(balancer, rank))
+    return errors
+
+
+@pytest.mark.parametrize("warm_steps", [0, 3], ids=["first_step", "after_steps"])
+def test_a_call_out_of_order_is_named_on_all_ranks(warm_steps: int) -> None:
+    expected = {name: ("", words) for name, (_, words) in OUT_OF_ORDER.items()}
+    by_rank = run_ranks(_call_out_of_order, 4, warm_steps, timeout_s=120)
+    check_errors(by_rank, expected | {"no_call": ("", r"plan_routing.*rank 1 \(in no call\)")})
 
 
 def _of_every_field(argument: str, of: Cluster | TrainedModel) -> dict[str, tuple[dict[str, Any], str]]:
@@ -282,10 +343,8 @@ def _make_with_odd_options(rank: int, world_size: int) -> dict[str, tuple[str, s
 
 
 def test_options_that_differ_are_an_error_on_all_ranks() -> None:
-    for outcomes in run_ranks(_make_with_odd_options, 2, timeout_s=120):
-        for name, (_, words) in OPTIONS.items():
-            kind, message, seconds = outcomes[name]
-            assert kind == "ArgumentError" and words in message and seconds < SOON_S, (name, kind, message, seconds)
+    expected = {name: ("ArgumentError", re.escape(words)) for name, (_, words) in OPTIONS.items()}
+    check_errors(run_ranks(_make_with_odd_options, 2, timeout_s=120), expected)
 
 
 def _without_a_bags_group(

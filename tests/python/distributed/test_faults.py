@@ -12,8 +12,6 @@ DAILY = [
     Case("exception", "loader", "flat", 2),
     Case("sigint", "plan", "nested", 2),
     Case("sigterm", "reverse", "flat", 4),
-    Case("skipped", "reverse", "flat", 2),
-    Case("doubled", "route", "nested", 2),
     Case("stop", "route", "nested", 2),
 ]
 CASES = [pytest.param(case, marks=[] if case in DAILY else pytest.mark.nightly, id=str(case)) for case in all_cases()]

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
-from ranks import GROUP_TIMEOUT_S, run_ranks
+from balancer_checks import Call, check_errors, errors_of, run_checks
+from ranks import run_ranks
 from torch import Tensor
 
 import knapformer
-from knapformer import ArgumentError, Plan, SequenceBalancer, StateError
+from knapformer import ArgumentError, Plan, SequenceBalancer
 
 D_MODEL = 8
 LENGTHS = [[3, 70], [], [9], [1, 2, 5]]
@@ -46,15 +45,7 @@ def moves_as(balancer: SequenceBalancer, plan: Plan) -> None:
     assert torch.equal(balancer.reverse_route(x)[1], home)
 
 
-def message_of(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except (ArgumentError, StateError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def check(rank: int, world_size: int) -> dict[str, str]:
+def check_plans_that_are_followed(rank: int, world_size: int) -> None:
     for topology in ("g4n1", "g2n2", "g4/2/1n1"):
         balancer = SequenceBalancer(topology, sync="step")
         plans = [knapformer.plan(lens, topology, d_model=D_MODEL) for lens in (LENGTHS, LENGTHS[::-1], [[]] * 4)]
@@ -72,58 +63,55 @@ def check(rank: int, world_size: int) -> dict[str, str]:
             moves_as(balancer, step.plans[micro_batch])
         assert balancer.metrics()["balancer/num_collectives"] == 2  # there and back: following takes none
 
-    told = {}
 
-    def fresh() -> SequenceBalancer:
-        made = SequenceBalancer("g4n1", group=dist.new_group(list(range(4))))
-        dist.barrier()  # a rank that is still making it would raise there what others say of their next call
-        return made
+PLAN = knapformer.plan(LENGTHS, "g4n1", d_model=D_MODEL)
 
-    plan = knapformer.plan(LENGTHS, "g4n1", d_model=D_MODEL)
+
+def _other_plan(balancer: SequenceBalancer, rank: int) -> None:
     other = knapformer.plan([[3, 70], [], [9], [1, 2, 6]], "g4n1", d_model=D_MODEL)
-    balancer = fresh()
-    balancer.follow(other if rank == 2 else plan)
-    told["other plan"] = message_of(lambda: balancer.route(at_home(other if rank == 2 else plan, rank)))
-    balancer = fresh()
-    told["topology"] = message_of(lambda: balancer.follow(knapformer.plan(LENGTHS, "g2n2", d_model=D_MODEL)))
-    balancer = fresh()
-    told["ranks"] = message_of(lambda: balancer.follow(knapformer.plan(LENGTHS * 2, "g4n1", d_model=D_MODEL)))
-    balancer = fresh()
-    told["not a step"] = message_of(lambda: balancer.follow(plan, 1))
-    balancer = fresh()
-    step = balancer.plan_routing(LENGTHS[rank], D_MODEL, micro_batches=2)
-    told["micro-batch"] = message_of(lambda: balancer.follow(step, 2))
-    balancer = fresh()
-    told["steps differ"] = message_of(
-        lambda: balancer.plan_routing(LENGTHS[rank], D_MODEL, micro_batches=2 + rank // 3)
-    )
-    balancer = fresh()
-    step = balancer.plan_routing(LENGTHS[rank], D_MODEL, micro_batches=2)
-    begin = time.monotonic()
-    told["another micro-batch"] = message_of(lambda: balancer.follow(step, rank // 3))
-    assert time.monotonic() - begin < GROUP_TIMEOUT_S / 2
-    balancer = fresh()
-    told["other call"] = message_of(
-        lambda: balancer.follow(plan) if rank else balancer.plan_routing(LENGTHS[rank], D_MODEL)
-    )
-    return told
+    balancer.follow(other if rank == 2 else PLAN)
+    balancer.route(at_home(other if rank == 2 else PLAN, rank))
+
+
+def _follow_of_two(micro_batch: Callable[[int], int]) -> Call:
+    return lambda b, rank: b.follow(b.plan_routing(LENGTHS[rank], D_MODEL, micro_batches=2), micro_batch(rank))
+
+
+# What ranks do -> the words of the error on all of them.
+MISTAKES: dict[str, tuple[Call, str]] = {
+    "other plan": (
+        _other_plan,
+        "plan: got one on rank 2 that differs from that on rank 0, expected the same plan on all ranks",
+    ),
+    "topology": (
+        lambda b, _: b.follow(knapformer.plan(LENGTHS, "g2n2", d_model=D_MODEL)),
+        "plan: got one of g2n2 on 4 ranks, expected one of g4n1 on 4 ranks",
+    ),
+    "ranks": (
+        lambda b, _: b.follow(knapformer.plan(LENGTHS * 2, "g4n1", d_model=D_MODEL)),
+        "plan: got one of g4n1 on 8 ranks, expected one of g4n1 on 4 ranks",
+    ),
+    "not a step": (lambda b, _: b.follow(PLAN, 1), "micro_batch: got 1, expected 0 to 0"),
+    "micro-batch": (_follow_of_two(lambda rank: 2), "micro_batch: got 2, expected 0 to 1"),
+    "another micro-batch": (_follow_of_two(lambda rank: rank // 3), r"follow\("),
+    "steps differ": (
+        lambda b, rank: b.plan_routing(LENGTHS[rank], D_MODEL, micro_batches=2 + rank // 3),
+        "micro_batches: got ",
+    ),
+    "other call": (lambda b, rank: b.follow(PLAN) if rank else b.plan_routing(LENGTHS[rank], D_MODEL), "follow"),
+}
+
+
+def _mistakes(rank: int, world_size: int) -> dict[str, tuple[str, str, float]]:
+    return errors_of(rank, {name: call for name, (call, _) in MISTAKES.items()}, "g4n1")
 
 
 def test_follow_on_real_ranks() -> None:
-    expected = {
-        "other plan": "plan: got one on rank 2 that differs from that on rank 0, expected the same plan on all ranks",
-        "topology": "plan: got one of g2n2 on 4 ranks, expected one of g4n1 on 4 ranks",
-        "ranks": "plan: got one of g4n1 on 8 ranks, expected one of g4n1 on 4 ranks",
-        "not a step": "micro_batch: got 1, expected 0 to 0",
-        "micro-batch": "micro_batch: got 2, expected 0 to 1",
-        "steps differ": "micro_batches: got ",
-        "another micro-batch": "follow(",
-        "other call": "follow",
-    }
-    for of_rank in run_ranks(check, 4):
-        assert of_rank.keys() == expected.keys()
-        for case, words in expected.items():
-            assert words in of_rank[case], (case, of_rank[case])
+    run_checks([check_plans_that_are_followed], 4)
+
+
+def test_mistakes_are_errors_on_all_ranks() -> None:
+    check_errors(run_ranks(_mistakes, 4), {name: ("", words) for name, (_, words) in MISTAKES.items()})
 
 
 def test_one_rank_alone() -> None:

@@ -13,7 +13,7 @@ from balancer_checks import Listed, Outcome, failing_after, outcome_of, run_chec
 from ranks import GROUP_TIMEOUT_S, run_ranks
 from torch import Tensor
 
-from knapformer import ArgumentError, BalancedLoader, BalancedStepLoader, Cluster, SequenceBalancer, StateError, plan
+from knapformer import ArgumentError, BalancedLoader, BalancedStepLoader, Cluster, SequenceBalancer, plan
 
 D_MODEL = 8
 CLUSTER = Cluster(flops_per_s=1e9, node_bytes_per_s=1e12, network_bytes_per_s=1e12)
@@ -254,27 +254,9 @@ def check_only_tensors_that_go_whole(rank: int, world_size: int) -> None:
             BalancedStepLoader(own, balancer, 2, **options)
     loader = BalancedStepLoader(own, SequenceBalancer("g1n4", d_model=D_MODEL), 2, **options)
     assert sum(on_all(sum(len(samples) for samples, _ in loader))) == 12
-    chosen = SequenceBalancer("auto", cluster=CLUSTER, d_model=D_MODEL)  # known once the first step is planned
-    loader = BalancedStepLoader([[{"x": torch.ones(3000, 2)}]] if rank == 0 else [], chosen, 2, **options)
-    with pytest.raises(ArgumentError, match="per_token: got none, for a balancer of g4"):
-        list(loader)
-
-
-def check_auto_where_the_first_lists_are_empty(rank: int, world_size: int) -> None:
-    empty: list[list[Sample]] = [[]] * 5
-    own = [*empty, [sample_of(1)]] if rank == 0 else empty
-    loader = BalancedStepLoader(own, SequenceBalancer("auto", cluster=CLUSTER, d_model=D_MODEL), 1, **FIELDS)
-    assert [sum(on_all(len(pieces))) for pieces in lists_of(loader)] == [0, 0, 0, 0, 0, 1]
-    broken = failing_after(empty, ValueError("picture 17 is truncated")) if rank == 0 else [*empty, []]
-    balancer = SequenceBalancer("auto", group=dist.new_group(list(range(world_size))), d_model=D_MODEL)
-    dist.barrier()  # a rank that were still making its balancer would hear of the mistake there
-    loader = BalancedStepLoader(broken, balancer, 1, **FIELDS)
-    with pytest.raises(ValueError if rank == 0 else StateError, match="picture 17 is truncated"):
-        list(loader)
 
 
 CHECKS = [
-    check_auto_where_the_first_lists_are_empty,
     check_evaluation_amid_a_step,
     check_only_tensors_that_go_whole,
     check_every_sample_once,

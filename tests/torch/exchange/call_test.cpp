@@ -27,12 +27,14 @@ TEST(WireLayout, NarrowColumnsDoNotNarrowTheWordsOfWideOnes) {
           {at::empty({tokens, 64}, at::kBFloat16), at::empty({tokens, 3}, at::kInt), at::empty({tokens}, at::kBool)},
           {HeadRole::kNone, HeadRole::kNone, HeadRole::kNone});
       arguments.add(packed[1], {at::empty({sequences, 3}, at::kFloat)}, {HeadRole::kNone});
-      ExchangeCall call(arguments);
+      const ExchangeCall call(arguments);
+      const std::span<const Segment> segments = call.segments();
       for (const std::vector<WireBlock>& blocks : {call.sent_blocks(), call.received_blocks()}) {
         for (const WireBlock& block : blocks) {
           EXPECT_EQ(block.first_byte % 16, 0);
           constexpr int64_t kBytes[] = {128, 12, 1};
-          EXPECT_EQ(block.row_bytes, block.segment == 0 ? kBytes[block.slot] : 12);
+          EXPECT_EQ(block.row_bytes,
+                    block.segment == &segments[0] ? kBytes[block.slot - segments[0].slots.data()] : 12);
         }
       }
       sent[r] = call.sent_bytes();

@@ -7,15 +7,18 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
+#include <numeric>
 #include <random>
 
 #include "knapformer/core/util/error.h"
+#include "tests/torch/exchange/tables.h"
 #include "tests/torch/in_process_group.h"
 
 namespace knapformer {
 namespace {
 
 using testing::InProcessWorld;
+using testing::World;
 
 /// rows[from][to] rows travel from one rank to another. Where they lie at either end is shuffled.
 struct Pattern {
@@ -25,77 +28,21 @@ struct Pattern {
 
 void PrintTo(const Pattern& pattern, std::ostream* out) { *out << pattern.name; }
 
-ExchangeEnd make_end(const std::vector<std::vector<int64_t>>& rows_of_peer, int64_t num_rows) {
-  ExchangeEnd end{.num_rows = num_rows, .runs = {}, .peer_rows = {}};
-  for (const auto& rows : rows_of_peer) {
-    for (size_t i = 0; i < rows.size(); ++i) {
-      if (i > 0 && rows[i] == rows[i - 1] + 1) {
-        ++end.runs.values.back().num_rows;
-      } else {
-        end.runs.values.push_back({.first_row = rows[i], .num_rows = 1});
-      }
-    }
-    end.runs.end_list();
-    end.peer_rows.push_back(static_cast<int64_t>(rows.size()));
-  }
-  return end;
-}
-
-/// Tables of all ranks, and for each rank and received row the (rank, row) that it must hold.
-struct World {
-  std::vector<ExchangeTable> tables;
-  std::vector<std::vector<std::pair<int64_t, int64_t>>> expected;
-};
-
 World make_world(const Pattern& pattern, uint64_t seed) {
   std::mt19937_64 random(seed);
-  const size_t n = pattern.rows.size();
-  std::vector<std::vector<std::vector<int64_t>>> sent(n), received(n);  // [rank][peer] rows of the tensor
-  std::vector<int64_t> num_sent(n, 0), num_received(n, 0);
-  const auto deal = [&](bool sending, std::vector<std::vector<std::vector<int64_t>>>& dealt,
-                        std::vector<int64_t>& totals) {
-    for (size_t rank = 0; rank < n; ++rank) {
-      std::vector<int64_t> counts;
-      for (size_t peer = 0; peer < n; ++peer)
-        counts.push_back(sending ? pattern.rows[rank][peer] : pattern.rows[peer][rank]);
-      for (const int64_t count : counts) totals[rank] += count;
-      std::vector<int64_t> order(static_cast<size_t>(totals[rank]));
-      std::iota(order.begin(), order.end(), 0);
-      // Blocks of up to four rows, so that there are runs.
-      std::vector<std::vector<int64_t>> blocks;
-      for (size_t i = 0; i < order.size();) {
-        const size_t size = std::min<size_t>(1 + random() % 4, order.size() - i);
-        blocks.emplace_back(order.begin() + static_cast<std::ptrdiff_t>(i),
-                            order.begin() + static_cast<std::ptrdiff_t>(i + size));
-        i += size;
-      }
-      std::shuffle(blocks.begin(), blocks.end(), random);
-      order.clear();
-      for (const auto& block : blocks) order.insert(order.end(), block.begin(), block.end());
-      auto next = order.begin();
-      for (const int64_t count : counts) {
-        dealt[rank].emplace_back(next, next + count);
-        next += count;
-      }
-    }
-  };
-  deal(true, sent, num_sent);
-  deal(false, received, num_received);
-  World world;
-  for (size_t rank = 0; rank < n; ++rank) {
-    world.tables.push_back({.this_peer = static_cast<int32_t>(rank),
-                            .num_peers = static_cast<int32_t>(n),
-                            .send = make_end(sent[rank], num_sent[rank]),
-                            .recv = make_end(received[rank], num_received[rank])});
-    world.expected.emplace_back(static_cast<size_t>(num_received[rank]));
-    for (size_t peer = 0; peer < n; ++peer) {
-      for (size_t i = 0; i < received[rank][peer].size(); ++i) {
-        world.expected[rank][static_cast<size_t>(received[rank][peer][i])] = {static_cast<int64_t>(peer),
-                                                                              sent[peer][rank][i]};
-      }
+  testing::Rows sent;
+  std::vector<int64_t> num_rows;
+  for (const std::vector<int64_t>& counts : pattern.rows) {
+    num_rows.push_back(std::accumulate(counts.begin(), counts.end(), int64_t{0}));
+    const std::vector<int64_t> order = testing::shuffled(num_rows.back(), random);
+    std::vector<std::vector<int64_t>>& of_peers = sent.emplace_back();
+    auto next = order.begin();
+    for (const int64_t count : counts) {
+      of_peers.emplace_back(next, next + count);
+      next += count;
     }
   }
-  return world;
+  return testing::make_world(sent, num_rows, random);
 }
 
 std::vector<Pattern> patterns() {

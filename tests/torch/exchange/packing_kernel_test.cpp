@@ -11,8 +11,9 @@
 #include <numeric>
 #include <random>
 
-#include "knapformer/torch/exchange/engine.h"
+#include "knapformer/torch/exchange/call.h"
 #include "tests/core/cases.h"
+#include "tests/torch/exchange/tables.h"
 
 namespace knapformer {
 namespace {
@@ -41,8 +42,8 @@ Outputs exchange_between(const std::vector<RankInputs>& ranks, HeadCounts heads,
     }
     calls.push_back(std::make_unique<ExchangeCall>(arguments));
     calls.back()->wire().fill_(0xee);
-    pack(*calls.back());
-    move_own(*calls.back());
+    calls.back()->pack();
+    calls.back()->move_own();
   }
   for (size_t from = 0; from < ranks.size(); ++from) {
     int64_t sent_at = 0;
@@ -57,10 +58,7 @@ Outputs exchange_between(const std::vector<RankInputs>& ranks, HeadCounts heads,
     }
   }
   Outputs outputs;
-  for (size_t rank = 0; rank < ranks.size(); ++rank) {
-    unpack(*calls[rank]);
-    outputs.push_back(calls[rank]->outputs());
-  }
+  for (const auto& call : calls) outputs.push_back(call->unpack());
   return outputs;
 }
 
@@ -106,61 +104,24 @@ class Random : public Cases {
     return shape.size() == 2 ? typed.narrow(1, shape.back() - columns, columns) : typed;
   }
 
-  std::vector<int64_t> shuffled(int64_t count) {
-    std::vector<int64_t> order(static_cast<size_t>(count));
-    std::iota(order.begin(), order.end(), 0);
-    std::shuffle(order.begin(), order.end(), random_);
-    return order;
-  }
-
   /// Tables of all ranks, in which a row may go to several peers.
   std::vector<ExchangeTable> tables(int32_t num_ranks, int64_t max_rows) {
-    const auto n = static_cast<size_t>(num_ranks);
-    std::vector<std::vector<std::vector<int64_t>>> sent(n, std::vector<std::vector<int64_t>>(n));
-    std::vector<int64_t> num_rows(n);
-    std::vector<bool> duplicates(n, false);
+    testing::Rows sent;
+    std::vector<int64_t> num_rows;
     const bool duplicate = integer(0, 2) > 0;
-    for (size_t rank = 0; rank < n; ++rank) {
-      num_rows[rank] = integer(0, 3) == 0 ? 0 : integer(0, max_rows);
-      for (const int64_t row : shuffled(num_rows[rank])) {
-        const std::vector<int64_t> peers = shuffled(num_ranks);
-        const int64_t num_peers = duplicate ? integer(1, std::min<int64_t>(num_ranks, 4)) : 1;
-        duplicates[rank] = duplicates[rank] || num_peers > 1;
-        for (int64_t i = 0; i < num_peers; ++i)
-          sent[rank][static_cast<size_t>(peers[static_cast<size_t>(i)])].push_back(row);
+    for (int32_t rank = 0; rank < num_ranks; ++rank) {
+      auto& of_peers = sent.emplace_back(static_cast<size_t>(num_ranks));
+      num_rows.push_back(integer(0, 3) == 0 ? 0 : integer(0, max_rows));
+      for (const int64_t row : testing::shuffled(num_rows.back(), random_)) {
+        std::vector<int64_t> peers = testing::shuffled(num_ranks, random_, /*max_run=*/1);
+        peers.resize(static_cast<size_t>(duplicate ? integer(1, std::min<int64_t>(num_ranks, 4)) : 1));
+        for (const int64_t peer : peers) of_peers[static_cast<size_t>(peer)].push_back(row);
       }
     }
-    std::vector<ExchangeTable> made;
-    for (size_t rank = 0; rank < n; ++rank) {
-      std::vector<std::vector<int64_t>> received(n);
-      int64_t num_received = 0;
-      for (size_t peer = 0; peer < n; ++peer) num_received += static_cast<int64_t>(sent[peer][rank].size());
-      const std::vector<int64_t> places = shuffled(num_received);
-      auto next = places.begin();
-      for (size_t peer = 0; peer < n; ++peer) {
-        const auto count = static_cast<std::ptrdiff_t>(sent[peer][rank].size());
-        received[peer].assign(next, next + count);
-        next += count;
-      }
-      made.push_back({.this_peer = static_cast<int32_t>(rank),
-                      .num_peers = num_ranks,
-                      .send = end_of(sent[rank], num_rows[rank], duplicates[rank]),
-                      .recv = end_of(received, num_received, false)});
-    }
-    return made;
+    return testing::make_world(sent, num_rows, random_).tables;
   }
 
  private:
-  static ExchangeEnd end_of(const std::vector<std::vector<int64_t>>& rows, int64_t num_rows, bool duplicates) {
-    ExchangeEnd end{.num_rows = num_rows, .runs = {}, .peer_rows = {}, .has_duplicate_rows = duplicates};
-    for (const std::vector<int64_t>& of_peer : rows) {
-      for (const int64_t row : of_peer) end.runs.values.push_back({.first_row = row, .num_rows = 1});
-      end.runs.end_list();
-      end.peer_rows.push_back(static_cast<int64_t>(of_peer.size()));
-    }
-    return end;
-  }
-
   std::mt19937_64 random_;
 };
 
