@@ -210,7 +210,7 @@ faults: $(VENV)/.installed $(VENV)/.test
 	$(BIN)/python -m pytest -m "nightly or not nightly" tests/python/distributed/test_faults.py
 
 exactness: $(VENV)/.installed $(VENV)/.test
-	PYTHONPATH=tests/python:tests/python/distributed $(BIN)/python tests/python/whole_step_product.py
+	KNAPFORMER_EXACTNESS=1 $(BIN)/python -m pytest -q -s --timeout=0 -m "nightly or not nightly" tests/python/test_whole_step.py
 
 SOAK_STEPS ?= 100000
 SOAK_RANKS ?= 2

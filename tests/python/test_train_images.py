@@ -173,20 +173,6 @@ def test_wrong_options(
     assert message in capsys.readouterr().err
 
 
-def test_without_torchrun_a_line_says_how_to_start_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import train_images
-
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.setattr(sys, "argv", ["examples/train_images.py", "--out", "my runs"])
-    with pytest.raises(SystemExit) as ended:
-        train_images.main()
-    err = capsys.readouterr().err
-    assert ended.value.code == 2 and err.count("\n") == 1
-    assert err.endswith("torchrun --nproc-per-node 2 examples/train_images.py --out 'my runs'\n")
-
-
 def test_pictures_and_their_captions(folder: Path) -> None:
     own = {picture.caption: picture.image for picture in P.load_pictures(str(folder))}
     assert set(own) == {"a_red_square", "wide", "noise in grey"}
