@@ -113,6 +113,7 @@ class PackedCrossAttention:
         self.lens = lengths_list(query_lens), lengths_list(key_lens)
         if len(self.lens[0]) != len(self.lens[1]):
             raise ValueError(f"key_lens: got {len(self.lens[1])} lengths, expected {len(self.lens[0])}")
+        self._num_rows = tuple(map(sum, self.lens))
         # (sequences, query length, key length): neighbours of equal lengths are computed together.
         pairs = itertools.groupby(zip(*self.lens, strict=True))
         self.runs = [(len(list(run)), *pair) for pair, run in pairs if pair != (0, 0)]
@@ -130,10 +131,9 @@ class PackedCrossAttention:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
         """Causal: the last query of a sequence to all of its keys, the one before it to all but one, and so on."""
-        expected = tuple(map(sum, self.lens))
-        if (q.shape[0], k.shape[0]) != expected:
-            got = f"{q.shape[0]} queries and {k.shape[0]} keys"
-            raise ValueError(f"q, k: got {got}, expected {expected[0]} and {expected[1]}, as the lengths say")
+        if (q.shape[0], k.shape[0]) != self._num_rows:
+            got, (num_queries, num_keys) = f"{q.shape[0]} queries and {k.shape[0]} keys", self._num_rows
+            raise ValueError(f"q, k: got {got}, expected {num_queries} and {num_keys}, as the lengths say")
         q, k, v = as_autocast(q, k, v)
         if q.shape[1] == 0 or all(query_len * key_len == 0 for _, query_len, key_len in self.runs):
             return no_attention(q, k, v)
