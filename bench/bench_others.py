@@ -183,10 +183,10 @@ def same_shape(case: Case) -> list[MicroBatch]:
             case.lengths, batch_size=BATCH_SIZE, micro_batches=case.micro_batches, same_shape=True, shapes=shapes,
             shuffle=False, num_replicas=NUM_RANKS, rank=rank, **COST,
         )  # fmt: skip
-        for k, _ in enumerate(sampler):
-            for group in sampler.groups(0, k):
-                key = 1000 * rank + shapes[group[0]]
-                placed[k] += [Placed(case.lengths[i], Share(rank, (case.lengths[i],)), key) for i in group]
+        for k, indices in enumerate(sampler):
+            placed[k] += [
+                Placed(case.lengths[i], Share(rank, (case.lengths[i],)), 1000 * rank + shapes[i]) for i in indices
+            ]
     return placed
 
 

@@ -102,9 +102,10 @@ class BalancedBatchSampler(Sampler[list[int]]):
         form of `lengths`. num_samples of None: as many as there are lengths.
     num_replicas, rank: the number of data-parallel ranks; this rank. None: as in the default process group, or 1 and 0.
     shuffle, seed: as of DistributedSampler.
-    same_shape: for trainers that stack or pad. Samples of equal shape are adjacent in a list; `groups` cuts it where
-        the shape changes. The plan counts the cost of stacking: a sample has as many tokens as the longest of its shape
-        in the step. Ranks have different numbers of groups: under FSDP all of a list belong in one call of the model.
+    same_shape: for trainers that stack or pad. Samples of equal shape are adjacent in a list, which itertools.groupby
+        cuts where the shape changes. The plan counts the cost of stacking: a sample has as many tokens as the longest
+        of its shape in the step. Ranks have different numbers of groups: under FSDP all of a list belong in one call of
+        the model.
     shapes: with same_shape, the number of every sample's shape, in the form of `lengths`. None: the sample's length.
     drop_last: leave out the samples that do not fill a step. Otherwise they are a last, shorter step, planned like the
         others. Unlike with DistributedSampler, no sample is repeated to fill it.
@@ -299,16 +300,6 @@ class BalancedBatchSampler(Sampler[list[int]]):
             own = held[self._shapes[held].argsort(stable=True)]
             return [(i, 0, n) for i, n in zip(own.tolist(), self._lengths[own].tolist(), strict=True)]
         return [(index, begin, end) for index, (_, begin, end) in zip(held.tolist(), chunks, strict=True)]
-
-    def groups(self, step: int, micro_batch: int) -> list[list[int]]:
-        """With same_shape: this rank's list in a micro-batch of this pass, cut where the shape changes."""
-        if self._shapes is None:
-            raise ArgumentError("same_shape: got False, expected True for groups")
-        groups: dict[int, list[int]] = {}
-        indices = [index for index, _, _ in self.chunks(step, micro_batch)]
-        for index, shape in zip(indices, self._shapes[indices].tolist(), strict=True):
-            groups.setdefault(shape, []).append(index)
-        return list(groups.values())
 
     def state_dict(self, num_steps: int | None = None) -> dict[str, int]:
         """The position of the pass, the same on all ranks: after the last whole optimizer step.
