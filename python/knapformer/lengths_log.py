@@ -1,10 +1,7 @@
 """A log of the lengths that ranks draw, which `knapformer doctor` reads. Needs no torch, and no collective.
 
-A rank's file is lines of JSON. Each time that the rank opens it, it writes a line {"session": N}, where N is 0 in a new
-file and one more each time, and then a line for each batch, with the lengths that it drew; {"length": 40, "mask":
-"causal"} is one with a mask of its own. Only batches of the same session are paired: ranks of a run that was killed may
-have written different numbers of lines. Lines before the first session, as former versions wrote them, are of session
-0.
+A rank's file is lines of JSON, one for each batch, with the lengths that it drew; {"length": 40, "mask": "causal"} is
+one with a mask of its own.
 """
 
 from __future__ import annotations
@@ -12,7 +9,6 @@ from __future__ import annotations
 import json
 import operator
 import os
-import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -28,15 +24,8 @@ class Recorder:
         if not 0 <= rank < num_ranks:
             raise ArgumentError(f"rank: got {rank}, expected 0 to {num_ranks - 1}, of num_ranks")
         Path(folder).mkdir(parents=True, exist_ok=True)
-        path = Path(folder, log_name(rank, num_ranks))
-        session, cut = 0, ""
-        if path.exists():
-            text = path.read_text(encoding="utf-8", errors="replace")
-            session = 1 + max(_sessions(text))
-            cut = "\n" if text and not text.endswith("\n") else ""  # behind a line that a run was killed in
         # A line at a time reaches the file, so that a run that is killed leaves whole batches.
-        self._file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
-        self._file.write(f"{cut}{_marker(session)}\n")
+        self._file = open(Path(folder, log_name(rank, num_ranks)), "w", buffering=1, encoding="utf-8")  # noqa: SIM115
 
     def __call__(self, seq_lens: Iterable[Any], masks: Iterable[str] | None = None) -> None:
         """Logs the next batch (with accumulation: micro-batch) of this rank. seq_lens: the tokens of each sample, an
@@ -77,20 +66,12 @@ def record(folder: str | os.PathLike[str], rank: int | None = None, num_ranks: i
             for batch in loader:
                 log(batch.seq_lens)  # with masks of samples: log(batch.seq_lens, batch.masks)
 
-    Each rank writes a file of its own in `folder`, which all ranks may share. An existing log is appended to; all
-    ranks open it equally often, as batches are paired by that. rank, num_ranks: None: RANK and WORLD_SIZE, as torchrun
-    sets them; without these, one rank. Raises ArgumentError, OSError.
+    Each rank writes a file of its own in `folder`, which all ranks may share. The log of an earlier run is replaced.
+    rank, num_ranks: None: RANK and WORLD_SIZE, as torchrun sets them; without these, one rank. Raises ArgumentError,
+    OSError.
     """
-    rank = _from_environment("RANK", 0) if rank is None else rank
-    return Recorder(folder, rank, _from_environment("WORLD_SIZE", 1) if num_ranks is None else num_ranks)
-
-
-def _from_environment(name: str, otherwise: int) -> int:
-    value = os.environ.get(name, str(otherwise))
-    try:
-        return int(value)
-    except ValueError:
-        raise ArgumentError(f"{name}: got {value!r} in the environment, expected an integer") from None
+    rank = int(os.environ.get("RANK", "0")) if rank is None else rank
+    return Recorder(folder, rank, int(os.environ.get("WORLD_SIZE", "1")) if num_ranks is None else num_ranks)
 
 
 def _tokens(length: Any) -> int:
@@ -109,8 +90,7 @@ def log_name(rank: int, num_ranks: int) -> str:
 
 
 def read_log(folder: str | os.PathLike[str]) -> Iterator[list[Any]]:
-    """For each batch that all ranks have drawn in a session: what each rank's line holds, unchecked; None where it is
-    no JSON.
+    """For each batch that all ranks have drawn: what each rank's line holds, unchecked; None where it is no JSON.
 
     Raises ArgumentError, OSError.
     """
@@ -122,26 +102,9 @@ def read_log(folder: str | os.PathLike[str]) -> Iterator[list[Any]]:
     expected = [log_name(rank, int(count)) for rank in range(int(count))]
     if missing := sorted(set(expected) - set(names)):
         raise ArgumentError(f"{folder}: got no {missing[0]}, expected a log of each of {count} ranks")
-    logs = [_sessions(Path(folder, name).read_text(encoding="utf-8", errors="replace")) for name in expected]
-    for session in sorted(set.intersection(*map(set, logs))):
-        for lines in zip(*(log[session] for log in logs), strict=False):
-            yield list(map(_value, lines))
-
-
-def _marker(session: int) -> str:
-    return json.dumps({"session": session})
-
-
-def _sessions(text: str) -> dict[int, list[str]]:
-    """The lines of each session in a rank's file."""
-    sessions: dict[int, list[str]] = {0: []}
-    lines = sessions[0]
-    for line in text.splitlines():
-        if found := re.fullmatch(r'\{"session": ([0-9]{1,18})\}', line):
-            lines = sessions.setdefault(int(found[1]), [])
-        else:
-            lines.append(line)
-    return sessions
+    logs = [Path(folder, name).read_text(encoding="utf-8", errors="replace").splitlines() for name in expected]
+    for lines in zip(*logs, strict=False):  # of the last batches some ranks may have nothing yet
+        yield list(map(_value, lines))
 
 
 def _value(line: str) -> Any:

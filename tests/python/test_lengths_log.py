@@ -38,60 +38,12 @@ def test_the_doctor_reads_what_ranks_have_drawn(tmp_path: Path, capsys: pytest.C
     assert "--ranks: got 3, expected 2" in capsys.readouterr().err
 
 
-def test_a_log_is_added_to_and_a_rank_may_have_less(tmp_path: Path) -> None:
-    folder = written(tmp_path)
-    with kf.record(folder, 1, 2) as log:
-        log([9])
-    assert list(read_log(folder)) == DRAWN  # of the batch behind these, rank 0 has nothing
-    with kf.record(folder, 0, 2) as log:
-        log([8, 8])
-    assert list(read_log(folder)) == [*DRAWN, [[8, 8], [9]]]
+def test_a_log_is_that_of_the_last_run_and_a_rank_may_have_less(tmp_path: Path) -> None:
+    folder = written(written(tmp_path))
+    assert list(read_log(folder)) == DRAWN
     (folder / "rank-0-of-2.jsonl").write_text("[100, 20]\n[3")  # killed as it wrote
     samples = read_samples(str(folder), None)
     assert samples.steps == [[[100, 20], [40]]] and (samples.bad_rows, samples.first_bad[:5]) == (1, "row 2")
-
-
-def session(folder: Path, counts: tuple[int, ...], first: int) -> None:
-    """Each rank opens the log, and draws so many batches before the run is killed: of one sample, rank's number first,
-    so that a row of batches that were drawn together has lengths that differ by the ranks' numbers."""
-    for rank, count in enumerate(counts):
-        with kf.record(folder, rank, len(counts)) as log:
-            for batch in range(count):
-                log([first + 10 * batch + rank])
-
-
-def rows(*firsts: tuple[int, int], ranks: int = 2) -> list[list[list[int]]]:
-    return [[[first + 10 * batch + r] for r in range(ranks)] for first, count in firsts for batch in range(count)]
-
-
-def test_batches_of_a_run_are_paired_with_those_of_the_same_run(tmp_path: Path) -> None:
-    for counts, first in (((5, 4), 100), ((3, 6), 1000), ((0, 2), 2000), ((4, 4), 3000)):
-        session(tmp_path, counts, first)
-    wanted = rows((100, 4), (1000, 3), (3000, 4))
-    assert list(read_log(tmp_path)) == wanted and read_samples(str(tmp_path), None).steps == wanted
-
-
-@pytest.mark.parametrize("torn", [0, 1])
-def test_a_line_that_was_torn_stays_alone(torn: int, tmp_path: Path) -> None:
-    session(tmp_path, (3, 3), 100)
-    path = tmp_path / f"rank-{torn}-of-2.jsonl"
-    path.write_text(path.read_text()[:-3])  # killed as it wrote the last line
-    session(tmp_path, (2, 2), 1000)
-    samples = read_samples(str(tmp_path), None)
-    assert samples.steps == rows((100, 2), (1000, 2)) and samples.bad_rows == 1
-
-
-@pytest.mark.parametrize("lines", [(2, 2), (3, 2), (0, 2), (2, 0)])
-def test_logs_without_sessions_are_read_and_added_to(lines: tuple[int, int], tmp_path: Path) -> None:
-    """As former versions wrote them."""
-    for rank, count in enumerate(lines):
-        text = "".join(f"[{100 + 10 * batch + rank}]\n" for batch in range(count))
-        (tmp_path / f"rank-{rank}-of-2.jsonl").write_text(text)
-    former = (100, min(lines))
-    assert list(read_log(tmp_path)) == rows(former)
-    for number in range(1, 3):
-        session(tmp_path, (3, 2), 1000 * number)
-    assert list(read_log(tmp_path)) == rows(former, (1000, 2), (2000, 2))
 
 
 def test_what_is_no_length_is_named_and_not_logged(tmp_path: Path) -> None:
@@ -122,14 +74,11 @@ def test_what_is_no_log_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with kf.record(tmp_path) as log:
         with pytest.raises(kf.ArgumentError, match="seq_lens: got 0, expected 1 to"):
             log([4, 0])
-        assert (tmp_path / "rank-1-of-4.jsonl").read_text() == '{"session": 0}\n'
+        assert (tmp_path / "rank-1-of-4.jsonl").read_text() == ""
     with pytest.raises(kf.ArgumentError, match="got logs of 2, 4 ranks, expected what"):
         list(read_log(tmp_path))
     with pytest.raises(kf.ArgumentError, match="rank: got 2, expected 0 to 1"):
         kf.record(tmp_path, 2, 2)
-    monkeypatch.setenv("RANK", "first")
-    with pytest.raises(kf.ArgumentError, match="RANK: got 'first' in the environment, expected an integer"):
-        kf.record(tmp_path)
 
 
 def test_masks_of_samples_are_logged_and_planned_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,6 @@ import contextlib
 import gc
 import logging
 import os
-import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
 _RUN_ID = "knapformer"  # torchrun's id of a run: marks ranks that were started here
 _COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-_LAUNCHER = "KNAPFORMER_LAUNCHER"  # environment variable: the process that started the ranks
 
 
 def started_here() -> bool:
@@ -114,8 +112,6 @@ def run_on_ranks(args: argparse.Namespace, num_ranks: int, work: Callable[[torch
     if started is None:
         _start_ranks(args.argv, num_local, args.threads)
         return
-    if started_here():
-        _end_with_launcher()
     try:
         with joined_group(args.device, args.threads) as device:
             work(device)
@@ -138,7 +134,6 @@ def _start_ranks(argv: Sequence[str], num_ranks: int, threads: int) -> None:
     logging.disable()  # the launcher would log, with a traceback, what its errors say already
     for name, value in {"OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "ERROR"}.items():
         os.environ.setdefault(name, value)
-    os.environ[_LAUNCHER] = str(os.getpid())
     try:
         with tempfile.TemporaryDirectory(prefix="knapformer-") as log_dir:
             config = LaunchConfig(
@@ -157,23 +152,11 @@ def _start_ranks(argv: Sequence[str], num_ranks: int, threads: int) -> None:
             elastic_launch(config, sys.executable)("-m", "knapformer", *argv)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        # The error that the rank recorded, or the launcher's own message where the rank was killed.
-        message: object = failure.message
-        reason = str(message["message"] if isinstance(message, dict) else message).strip()
-        if failure.exitcode > 0 and not isinstance(message, dict):
-            reason = f"exit status {failure.exitcode}"
-        raise StateError(f"rank {rank} failed: {reason.splitlines()[0]}") from None
+        recorded = failure.message  # what the rank said of itself; a text of the launcher where it was killed
+        reason = recorded["message"] if isinstance(recorded, dict) else f"exit status {failure.exitcode}"
+        raise StateError(f"rank {rank} failed: {str(reason).strip().splitlines()[0]}") from None
     except SignalException as error:  # the launcher has ended the ranks
         raise StateError(f"ended by {error.sigval.name}") from None
-
-
-def _end_with_launcher() -> None:
-    """An interrupt while the launcher starts ranks makes it forget those that it has started already."""
-    from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
-
-    _prctl_pr_set_pdeathsig(signal.SIGKILL)
-    if os.getppid() != int(os.environ[_LAUNCHER]):  # it ended before
-        _leave(1)
 
 
 def _leave(status: int) -> NoReturn:
