@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import itertools
 import json
 import os
@@ -191,8 +190,7 @@ def check_models(args: argparse.Namespace) -> None:
         with torch.no_grad():
             for of_reference, parameter in zip(reference.parameters(), model.parameters(), strict=True):
                 of_reference.copy_(parameter)
-        fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-        in_float64 = type(batch)(**tree_map_only(torch.Tensor, in_double, fields))
+        in_float64 = tree_map_only(torch.Tensor, in_double, batch)
         expected = outcome(reference, in_float64, target.cpu().double(), None)
         for topology, checkpointed in ways:
             set_checkpointing(model, checkpointed)
