@@ -139,18 +139,6 @@ def compare_bits(args: argparse.Namespace) -> None:
         record(args, f"{len(cases)} plans, forward and backward: other bits than {name}", count, at_most=0, must=True)
 
 
-def count_launches(args: argparse.Namespace) -> None:
-    device = rank_device(args)
-    if device.type == "cpu":
-        return  # has none
-    from launches import launches_of_calls
-
-    for call, launches, of_kernel, limit in launches_of_calls(device):
-        record(args, f"{call}: launches", launches, at_most=limit)
-        if limit is not None:
-            record(args, f"{call}: launches of the packing kernel", of_kernel, at_least=1, must=True)
-
-
 def check_models(args: argparse.Namespace) -> None:
     """Models compute on the device, through the balancer, what float64 does on the CPU without one: in a bag that
     shares every sequence, and in nested ones with checkpointing; on one rank without a balancer, too. Where blocks are
@@ -203,6 +191,14 @@ def check_models(args: argparse.Namespace) -> None:
             for of, value in zip(("outputs", "gradients"), ratios.tolist(), strict=True):
                 what = ", ".join([word for word in words if word] + [of])
                 record(args, what, value, at_most=LIMITS[dtype], must=True)
+
+
+def check_masks(args: argparse.Namespace) -> None:
+    import torch
+    from masks import differences
+
+    for what, dtype, value in differences(rank_device(args), {"fp32": torch.float32, "bf16": torch.bfloat16}):
+        record(args, f"{dtype}, {what}", value, at_most=LIMITS[dtype], must=True)
 
 
 def look_for_waits(args: argparse.Namespace) -> None:
@@ -412,8 +408,9 @@ def kernel_seconds(call: Callable[[], object], device: Any, prefix: str, repeats
 
 # The most valuable first: what runs, on how many ranks (0: in this process), and its seconds on a GPU.
 ITEMS: dict[str, tuple[list[tuple[Callable[[argparse.Namespace], None], int]], float]] = {
-    "packing": ([(compare_bits, 2), (count_launches, 2)], 90),
+    "packing": ([(compare_bits, 2)], 90),
     "correctness": ([(check_models, num_ranks) for num_ranks in (1, 2, 4)], 150),
+    "masks": ([(check_masks, 1), (check_masks, 2)], 120),
     "waits": ([(look_for_waits, 1)], 60),
     "calibrate": ([(calibrate, 0)], 90),
     "step": ([(step, 0)], 120),
