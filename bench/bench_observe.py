@@ -1,6 +1,6 @@
 """How well `balancer.observe` corrects a wrong gamma, and in how many steps.
 
-    python bench/bench_observe.py --json build/bench/observe.json
+    python bench/bench_observe.py [--seed 1] --json build/bench/observe.json
 
 8 local ranks (Gloo) plan the published mixes, each with the data of 4 of a mix's 32 ranks. After every plan each rank
 tells its balancer the seconds that its share takes at a true gamma, with noise. The seconds are computed and not
@@ -33,17 +33,23 @@ def run_rank(args: argparse.Namespace) -> list[dict[str, Any]]:
     warnings.simplefilter("ignore")  # the balancer warns of a wrong gamma, which is intended here
     rank = dist.get_rank()
     return [
-        {"mix": mix, "topology": topology, "given": given, "noise": noise, **learned(rank, mix, topology, given, noise)}
+        {
+            "mix": mix,
+            "topology": topology,
+            "given": given,
+            "noise": noise,
+            **learned(rank, mix, topology, given, noise, args.seed),
+        }
         for mix in ("mixed", "joint")
         for topology in TOPOLOGIES
         for given, noise in CASES
     ]
 
 
-def learned(rank: int, mix: str, topology: str, given: float, noise: float) -> dict[str, Any]:
+def learned(rank: int, mix: str, topology: str, given: float, noise: float, seed: int) -> dict[str, Any]:
     """gammas: the one that each step was planned with. over: see above, for each step; on rank 0 alone."""
     data = knapformer.DataMix.parse(mix)
-    rng = random.Random(f"{rank} {mix} {topology} {given} {noise}")
+    rng = random.Random(f"{rank} {mix} {topology} {given} {noise}" + (f" {seed}" if seed else ""))
     balancer = knapformer.SequenceBalancer(topology, gamma=given)
     gammas, over = [], []
     for step in range(SHOWN[-1]):
@@ -69,7 +75,9 @@ def steps_until_close(gammas: list[float]) -> int | None:
 
 
 def main() -> None:
-    args = parser_of(__doc__).parse_args()
+    parser = parser_of(__doc__)
+    parser.add_argument("--seed", type=int, default=0, help="of the noise")
+    args = parser.parse_args()
     rows = on_ranks(run_rank, args, NUM_RANKS)
     names = " | ".join(f"gamma of step {step}" for step in SHOWN)
     print(f"| mix | topology | noise | given | {names} | close from step | over, first 10 | last 10 |")
