@@ -83,7 +83,7 @@ class Flux(JointAdapter):
         image = model.x_embedder(image)
         cond = self._condition(model, samples, image.dtype)
         text = model.context_embedder(text)
-        rotation = rotations_of_ids(model, samples, text_lens, image_lens, concatenated=True)
+        rotation = rotations_of_ids(model, samples, txt_ids=text_lens, img_ids=image_lens)
         return self.home(text, text_lens, image, image_lens, rotation, cond)
 
     def _condition(self, model: Any, samples: Samples, dtype: torch.dtype) -> Tensor:
@@ -141,7 +141,7 @@ class Chroma(JointAdapter):
     def embed(self, model: Any, samples: Samples) -> Home:
         image, image_lens = samples.rows("hidden_states", model.config.in_channels)
         text, text_lens = samples.rows("encoder_hidden_states", model.config.joint_attention_dim)
-        of_text, of_image = rotations_of_ids(model, samples, text_lens, image_lens, concatenated=True)
+        of_text, of_image = rotations_of_ids(model, samples, txt_ids=text_lens, img_ids=image_lens)
         text_lens, text, of_text = samples.unmasked(
             "attention_mask", text_lens, text, of_text, beside=image_lens, boolean=True
         )
@@ -214,12 +214,12 @@ class Flux2(JointAdapter):
         config = model.config
         image, image_lens = samples.rows("hidden_states", config.in_channels)
         text, text_lens = samples.rows("encoder_hidden_states", config.joint_attention_dim)
-        time = samples.scaled("timestep", 1000, "hidden_states")
+        time = samples.one_each("timestep").to(image.dtype) * 1000
         # As in diffusers, guidance is left out where the model was made without it.
         guided = samples.expect("guidance", getattr(config, "guidance_embeds", True))
-        guidance = samples.scaled("guidance", 1000, "hidden_states") if guided else None
+        guidance = samples.one_each("guidance").to(image.dtype) * 1000 if guided else None
         cond = model.time_guidance_embed(time, guidance)
-        rotation = rotations_of_ids(model, samples, text_lens, image_lens, concatenated=False)
+        rotation = rotations_of_ids(model, samples, txt_ids=text_lens, img_ids=image_lens)
         image, text = model.x_embedder(image), model.context_embedder(text)
         return self.home(text, text_lens, image, image_lens, rotation, cond)
 

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from knapformer.adapters.adapter import Chunks, Home, Moved, Packed, RunBlock, rotation_of, rotation_rows, rows_of_runs
-from knapformer.adapters.joint import JointAdapter
+from knapformer.adapters.adapter import Chunks, Home, Moved, Packed, RunBlock, rotation_of, rows_of_runs
+from knapformer.adapters.joint import JointAdapter, rotations_of_ids
 from knapformer.adapters.samples import Samples, one_after_another
 from knapformer.models.packing import TwoStreams, gated_add, modulate, segment_index
 
@@ -63,12 +63,10 @@ class Flux3(JointAdapter):
         image, image_lens = samples.rows("hidden_states", config.in_channels)
         reference, reference_lens = samples.rows("image_cond_hidden_states", config.cond_in_channels)
         text, text_lens = samples.rows("encoder_hidden_states", config.joint_attention_dim)
-        names = (("txt_ids", text_lens), ("img_ids", image_lens), ("image_cond_ids", reference_lens))
-        of_text, of_image, of_reference = (
-            rotation_rows(*model.pos_embed(samples.rows_like(name, len(config.axes_dims_rope), lens)))
-            for name, lens in names
+        of_text, of_image, of_reference = rotations_of_ids(
+            model, samples, txt_ids=text_lens, img_ids=image_lens, image_cond_ids=reference_lens
         )
-        cond = self._conditions(model, samples)
+        cond = self._conditions(model, samples, image.dtype)
 
         text = model.context_embedder(text)
         alone = Chunks.alone(text_lens, text, rotation_of(of_text, text.dtype))
@@ -88,17 +86,16 @@ class Flux3(JointAdapter):
         return home
 
     @staticmethod
-    def _conditions(model: Any, samples: Samples) -> Tensor:
+    def _conditions(model: Any, samples: Samples, dtype: torch.dtype) -> Tensor:
         """(samples, 2, width): of the image, and of what is known."""
 
         def embedded(embedder: Any, time: Tensor) -> Tensor:
-            return embedder(model.time_proj(time).to(time.dtype))
+            return embedder(model.time_proj(time.to(dtype) * 1000).to(dtype))
 
-        time = samples.scaled("timestep", 1000, "hidden_states")
+        time = samples.one_each("timestep")
         cond = torch.stack([embedded(model.timestep_embedder, t) for t in (time, torch.zeros_like(time))], 1)
         if samples.expect("target_timestep", model.config.flow_map):
-            target = samples.scaled("target_timestep", 1000, "hidden_states")
-            cond = cond + embedded(model.target_timestep_embedder, target).unsqueeze(1)
+            cond = cond + embedded(model.target_timestep_embedder, samples.one_each("target_timestep")).unsqueeze(1)
         return cond
 
     def compute(self, model: Any, moved: Moved, run: RunBlock) -> Tensor:

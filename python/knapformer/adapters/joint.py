@@ -149,7 +149,7 @@ class JointAdapter(Adapter):
         text_lens: list[int],
         image: Tensor,
         image_lens: list[int],
-        rotation: tuple[Tensor, Tensor] | None,
+        rotation: Sequence[Tensor] | None,
         cond: Tensor,
         kinds: Tensor | None = None,
     ) -> Home:
@@ -302,13 +302,8 @@ def adaptive_double_block(
     return double_block(block, text, image, text_rows, adaptive_rows(block.norm1, cond, 6), chunks)
 
 
-def rotations_of_ids(
-    model: Any, samples: Samples, text_lens: list[int], image_lens: list[int], *, concatenated: bool
-) -> tuple[Tensor, Tensor]:
-    """The rotations of txt_ids and of img_ids. concatenated: whether the model concatenates these first."""
-    found = []
-    for name, other, lens in (("txt_ids", "img_ids", text_lens), ("img_ids", "txt_ids", image_lens)):
-        num_axes = len(model.config.axes_dims_rope)
-        ids = samples.rows_like(name, num_axes, lens, beside=other if concatenated else None)
-        found.append(rotation_rows(*model.pos_embed(ids)))
-    return found[0], found[1]
+def rotations_of_ids(model: Any, samples: Samples, **lens: list[int]) -> list[Tensor]:
+    """By the positions in these arguments. lens: how many rows of each argument each sample has."""
+    num_axes = len(model.config.axes_dims_rope)
+    all_ids = (samples.rows_like(name, num_axes, of) for name, of in lens.items())
+    return [rotation_rows(*model.pos_embed(ids)) for ids in all_ids]

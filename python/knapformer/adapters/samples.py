@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,8 +21,8 @@ class Samples:
     """This rank's samples. Each is the keyword arguments of diffusers' forward, with a batch of one.
 
     required, optional: names of the arguments that the adapter reads. Other arguments in a sample must be None or {},
-    except `return_dict`, which is ignored. like: a weight of the model's input layer. Where there are no samples,
-    tensors of 0 rows get its device and dtype.
+    except `return_dict`, which is ignored. Tensors of one name have one dtype. like: a weight of the model's input
+    layer. Where there are no samples, tensors of 0 rows get its device and dtype.
 
     Raises ArgumentError that names the sample and the argument.
     """
@@ -35,6 +34,7 @@ class Samples:
         self._samples = samples
         self._optional = optional
         self.like = torch.empty(0, dtype=like.dtype, device=like.device)  # not of a DTensor
+        dtypes: dict[str, torch.dtype] = {}
         for i, sample in enumerate(samples):
             if not isinstance(sample, Mapping):
                 raise ArgumentError(
@@ -47,14 +47,15 @@ class Samples:
                 if name not in (*required, *optional, "return_dict") and value is not None and value != {}:
                     allowed = ", ".join((*required, *optional))
                     raise ArgumentError(f"samples[{i}]: got {name!r}, expected some of {allowed} in a packed call")
+                if isinstance(value, Tensor) and value.dtype != (expected := dtypes.setdefault(name, value.dtype)):
+                    raise ArgumentError(f"samples[{i}][{name!r}]: got {value.dtype}, expected {expected}, as before it")
 
     def __len__(self) -> int:
         return len(self._samples)
 
     def rows(self, name: str, *width: int) -> tuple[Tensor, list[int]]:
         """Packs tensors (1, tokens, *width), or (tokens, *width), of floating-point numbers: returns (all tokens,
-        *width), in the widest of their dtypes, and the tokens of each. An optional argument that a sample has not, has
-        no tokens."""
+        *width), and the tokens of each. An optional argument that a sample has not, has no tokens."""
         parts = [self._checked(i, name, *width) for i in range(len(self))]
         for i, part in enumerate(parts):
             if not part.is_floating_point():
@@ -74,19 +75,13 @@ class Samples:
             grids.append(tuple(size // p for size, p in zip(shape[2:], patch, strict=True)))
         return self.values(name) or [self.like.new_zeros((0, channels, *patch))], grids
 
-    def rows_like(self, name: str, width: int, lens: Sequence[int], beside: str | None = None) -> Tensor:
-        """Packs rows of any dtype, each sample's as float32. Checks that each has as many rows as `lens` says.
-
-        beside: the argument with which the model concatenates these rows first, in the dtype that torch gives both.
-        """
+    def rows_like(self, name: str, width: int, lens: Sequence[int]) -> Tensor:
+        """Packs rows of any dtype, as float32. Checks that each sample has as many rows as `lens` says."""
         parts = [self._checked(i, name, width) for i in range(len(self))]
         for i, (part, expected) in enumerate(zip(parts, lens, strict=True)):
             if len(part) != expected:
                 raise ArgumentError(f"samples[{i}][{name!r}]: got {len(part)} rows, expected {expected}, one a token")
-            if beside is not None:
-                part = part.to(torch.promote_types(part.dtype, self.tensor(i, beside).dtype))
-            parts[i] = part.float()
-        return torch.cat(parts) if parts else self.like.new_zeros((0, width), dtype=torch.float32)
+        return torch.cat(parts).float() if parts else self.like.new_zeros((0, width), dtype=torch.float32)
 
     def unmasked(
         self,
@@ -135,33 +130,13 @@ class Samples:
 
     def one_each(self, name: str) -> Tensor:
         """One number of each sample, given as a number or a tensor with one element: (samples,)."""
-        return self.packed(self.numbers(name))
-
-    def scaled(self, name: str, scale: float, like: str | None = None) -> Tensor:
-        """As one_each, times `scale`, as the model rounds each: in its own dtype, or in that of its argument `like`;
-        autocast lets samples have several."""
-        numbers = self.numbers(name)
-        if like is not None:
-            numbers = [number.to(value.dtype) for number, value in zip(numbers, self.values(like), strict=True)]
-        return self.packed([number * scale for number in numbers])
-
-    def numbers(self, name: str) -> list[Tensor]:
-        """As one_each, before they are packed: each (1,), with its dtype, where it is."""
-        numbers = [torch.as_tensor(value) for value in self.values(name)]
+        numbers = [value if isinstance(value, Tensor) else torch.tensor(float(value)) for value in self.values(name)]
         for i, number in enumerate(numbers):
             if (count := number.numel()) != 1:
                 raise ArgumentError(f"samples[{i}][{name!r}]: got {count} numbers, expected one")
-        return [number.reshape(1) for number in numbers]
-
-    def packed(self, numbers: list[Tensor]) -> Tensor:
-        """(samples,) on the model's device, in a dtype that holds them all."""
-        dtypes = {number.dtype for number in numbers}
-        if len(dtypes) > 1:  # as bfloat16, say, an integer would be another number
-            dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
-            numbers = [number.to(dtype) for number in numbers]
         device = self.like.device
         moved = [to_device(number, device) if number.is_cpu else number.to(device) for number in numbers]
-        return torch.cat(moved) if moved else self.like.new_zeros(0)
+        return torch.cat([number.reshape(1) for number in moved]) if moved else self.like.new_zeros(0)
 
     def time_each_token(self, name: str, lens: list[int], otherwise: str | None = None) -> list[Tensor]:
         """For each sample a time step for each token, float32 on the CPU, where runs of equal ones are counted; given

@@ -80,7 +80,7 @@ class ZImage(JointAdapter):
         image, of_image, image_lens = _embedded(model, images, embedder, embedder.in_features, model.x_pad_token)
         width = model.config.cap_feat_dim
         text, of_text, text_lens = _embedded(model, texts, model.cap_embedder, width, model.cap_pad_token)
-        cond = model.t_embedder(samples.scaled("t", model.t_scale)).to(image.dtype)
+        cond = model.t_embedder(samples.one_each("t") * model.t_scale).to(image.dtype)
         alone = Chunks.alone(text_lens, text, rotation_of(of_text, text.dtype))
         for each in model.context_refiner:
             text = each(text, None, alone)
