@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import itertools
 import math
@@ -85,17 +86,25 @@ def test_the_sentences_say_what_the_table_does_not() -> None:
 
 
 def simulation(**changes: Any) -> Simulation:
-    """Two ranks; in `changes` also fields of its planning, and data codes."""
+    """Two ranks; in `changes` also fields of its planning, and data codes; else options."""
     model = changes.pop("model", load_config("flux-tiny"))
     of = {name: changes.pop(name) for name in ("solver", "cluster") if name in changes}
     trained = trained_model(model, None, True).replace(num_parameters=0.0)
     planning = Planning(
         d_model=model.d_model, gamma=0.5, mask=model.mask, model=trained, **{"cluster": Cluster(), **of}
     )
-    fields: dict[str, Any] = {"topologies": ("g2n1",), "num_ranks": 2}
-    if "lengths" not in changes:
-        fields["mix"] = DataMix.parse(changes.pop("data", "g2b2i256f1s0"), **changes.pop("drawn", {}))
-    return Simulation(model=model, planning=planning, **{**fields, **changes})
+    num_ranks, lengths, mix = changes.pop("num_ranks", 2), changes.pop("lengths", ()), None
+    if not lengths:
+        mix = DataMix.parse(changes.pop("data", "g2b2i256f1s0"), **changes.pop("drawn", {}))
+    options = {
+        "topology": ["g2n1"], "way": [], "batch_size": 4, "micro_batches": None, "max_tokens_per_rank": 0, "steps": 10,
+        "warmup": 2, "seed": 0,
+    }  # fmt: skip
+    return Simulation(argparse.Namespace(**(options | changes)), model, planning, num_ranks, mix, lengths)
+
+
+def changed(given: Simulation, **options: Any) -> Simulation:
+    return dataclasses.replace(given, args=argparse.Namespace(**(vars(given.args) | options)))
 
 
 def step_of(given: Simulation, number: int) -> dict[str, VariantStep]:
@@ -105,7 +114,7 @@ def step_of(given: Simulation, number: int) -> dict[str, VariantStep]:
 @pytest.mark.parametrize("model", ["flux-tiny", "wan-tiny"])
 def test_what_each_variant_computes(model: str) -> None:
     given = simulation(
-        data="g1b2i64f1s0,g1b3i128f1s0", num_ranks=4, model=load_config(model), topologies=("g2n2",),
+        data="g1b2i64f1s0,g1b3i128f1s0", num_ranks=4, model=load_config(model), topology=("g2n2",),
         micro_batches=3, drawn={"max_text_tokens": 20},
     )  # fmt: skip
     variants = step_of(given, 1)
@@ -138,8 +147,8 @@ def test_what_others_compute() -> None:
     sample or the mean batch. Static groups: everything that was drawn, evenly on the group's ranks."""
     lengths = tuple([40] * 6 + [100, 400])
     given = simulation(
-        lengths=lengths, batch_size=3, num_ranks=4, micro_batches=2, topologies=(), num_steps=20,
-        ways=("buckets", "time_budget", "static_2"),
+        lengths=lengths, batch_size=3, num_ranks=4, micro_batches=2, topology=(), steps=20,
+        way=("buckets", "time_budget", "static_2"),
     )  # fmt: skip
     names = ["lockstep buckets", "time budget", "sequence parallel 2"]
     workload, seen = WorkloadModel(0.5), []
@@ -173,7 +182,7 @@ def test_what_others_compute() -> None:
 def test_ranks_plan_as_the_simulation_and_keep_its_limit() -> None:
     """A world of one: the process itself."""
     given = simulation(
-        data="g1b2i256f1s0", num_ranks=1, topologies=("g1n1",), cluster=Cluster("cpu", ranks_per_node=2),
+        data="g1b2i256f1s0", num_ranks=1, topology=("g1n1",), cluster=Cluster("cpu", ranks_per_node=2),
         max_tokens_per_rank=5000,
     )  # fmt: skip
     balancer = balancer_of(given, "g1n1", given.limit)
@@ -189,25 +198,25 @@ def test_ranks_plan_as_the_simulation_and_keep_its_limit() -> None:
 def test_a_limit_of_tokens_holds_in_plans_and_not_where_nothing_is_planned() -> None:
     """The ranks draw three samples and one."""
     given = simulation(
-        data="g1b3i256f1s0,g1b1i256f1s0", topologies=("g1n2", "g2n1"), ways=("static_2",), num_warmup_steps=0,
-        num_steps=1,
+        data="g1b3i256f1s0,g1b1i256f1s0", topology=("g1n2", "g2n1"), way=("static_2",), warmup=0,
+        steps=1,
     )  # fmt: skip
     (lens,) = given.draw(0).batches
     limit = given.planning.plan(lens, "g1n2").max_tokens  # two samples
-    limited = dataclasses.replace(given, max_tokens_per_rank=limit)
+    limited = changed(given, max_tokens_per_rank=limit)
     free, plans = ({name: list(way.step.plans) for name, way in step_of(of, 0).items()} for of in (given, limited))
-    for topology in limited.topologies:
+    for topology in limited.args.topology:
         assert plans[topology] == [given.planning.plan(lens, topology, max_tokens_per_rank=limit)]
         assert plans[topology][0].max_tokens <= limit
     assert plans[NO_BALANCER][0].max_tokens == sum(lens[0]) > limit
     assert plans["sequence parallel 2"] == free["sequence parallel 2"]
     with pytest.raises(ArgumentError, match=f"max_tokens_per_rank: got {limit // 2}, expected "):
-        dataclasses.replace(given, max_tokens_per_rank=limit // 2)
+        changed(given, max_tokens_per_rank=limit // 2)
     # With micro-batches, of those steps that are planned whole, as in `knapformer plan`.
-    twice = dataclasses.replace(given, micro_batches=2, topologies=("g1n2",), ways=())
+    twice = changed(given, micro_batches=2, topology=("g1n2",), way=())
     of_topology = list(step_of(twice, 0)["g1n2"].step.plans)
     limit = max(of.max_tokens for of in of_topology) - 1
-    kept = step_of(dataclasses.replace(twice, max_tokens_per_rank=limit), 0)
+    kept = step_of(changed(twice, max_tokens_per_rank=limit), 0)
     assert list(kept["g1n2"].step.plans) == of_topology and kept[PLANNED_STEP].step.max_tokens <= limit
 
 
@@ -216,20 +225,20 @@ def test_a_limit_that_a_later_step_cannot_keep_is_refused_before_any_rank_starts
     tokens = [sum(map(sum, given.draw(step).batches[0])) for step in range(12)]
     limit = -(-tokens[0] // 2)
     assert max(tokens) > 2 * limit  # g2n1 halves them
-    dataclasses.replace(given, num_warmup_steps=0, num_steps=1, max_tokens_per_rank=limit)
+    changed(given, warmup=0, steps=1, max_tokens_per_rank=limit)
     with pytest.raises(ArgumentError, match=f"max_tokens_per_rank: got {limit}, expected at least"):
-        dataclasses.replace(given, max_tokens_per_rank=limit)
+        changed(given, max_tokens_per_rank=limit)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"num_ranks": 3}, "ranks: got 3"),
-        ({"topologies": ()}, "topology: got none"),
-        ({"ways": ("static_4",)}, "way: got 'static_4', expected one that 2 ranks allow"),
+        ({"topology": ()}, "topology: got none"),
+        ({"way": ("static_4",)}, "way: got 'static_4', expected one that 2 ranks allow"),
         ({"micro_batches": 2, "max_tokens_per_rank": 3}, "max_tokens_per_rank: got 3"),
-        ({"num_ranks": 4, "topologies": ("g3n1",)}, "topology: got 'g3n1'"),
-        ({"topologies": ("g2/1n1",), "solver": "greedy"}, "solver: got 'greedy' for topology g2/1n1, expected flat"),
+        ({"num_ranks": 4, "topology": ("g3n1",)}, "topology: got 'g3n1'"),
+        ({"topology": ("g2/1n1",), "solver": "greedy"}, "solver: got 'greedy' for topology g2/1n1, expected flat"),
     ],
 )
 def test_what_does_not_fit_together_is_named(changes: dict[str, Any], message: str) -> None:

@@ -66,19 +66,14 @@ def run(args: argparse.Namespace) -> None:
         raise ArgumentError(f"--max-text-tokens: got {args.max_text_tokens}, expected {expected}")
     if args.keep_exchanges and not args.recomputes:
         raise ArgumentError("--keep-exchanges: got it with --no-checkpoint, with which no exchange is repeated")
-    simulation = Simulation(
-        model=config, planning=replace(of, model=model), num_ranks=num_ranks,
-        mix=None if args.data is None else cli_args.mix_of(args),
-        lengths=() if args.lengths is None else lengths_of(args.lengths),
-        ways=args.way, topologies=args.topology, num_steps=args.steps, num_warmup_steps=args.warmup,
-        **{name: getattr(args, name) for name in
-           ("batch_size", "micro_batches", "max_tokens_per_rank", "seed")},
-    )  # fmt: skip
+    mix = None if args.data is None else cli_args.mix_of(args)
+    lengths = () if args.lengths is None else lengths_of(args.lengths)
+    simulation = Simulation(args, config, replace(of, model=model), num_ranks, mix, lengths)
     cost_args.warn_if_far(args, simulation.planning, simulation.draw(0).batches)
 
     def work(device: torch.device) -> None:
         from knapformer.tools.simulate.worker import simulate
 
-        simulate(args, simulation, device)
+        simulate(simulation, device)
 
     run_on_ranks(args, num_ranks, work)

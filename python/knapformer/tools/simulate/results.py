@@ -6,7 +6,6 @@ that of the slowest rank; TPS, tokens per second; HFU, hardware FLOPs utilizatio
 
 from __future__ import annotations
 
-import argparse
 import math
 import operator
 import statistics
@@ -106,13 +105,12 @@ def sentences(all_figures: Sequence[dict[str, Any]]) -> str:
 
 
 def report(
-    args: argparse.Namespace, simulation: Simulation, model: TrainedModel, variants: Sequence[Variant], limit: float,
-    on: dict[str, Any],
-) -> None:  # fmt: skip
+    simulation: Simulation, model: TrainedModel, variants: Sequence[Variant], limit: float, on: dict[str, Any]
+) -> None:
     """Prints results, and writes them as JSON where asked for. model: as run. limit: of a relative difference that
     rounding makes. on: what the file says of the device. Raises RuntimeError where variants compute different things.
     """
-    planning = simulation.planning
+    args, planning = simulation.args, simulation.planning
     of_variants = []
     for variant in variants:
         of = figures(variant, variants[0], model, args.peak_tflops)

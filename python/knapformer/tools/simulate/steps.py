@@ -7,6 +7,7 @@ compute the sample, as with a data set. Buckets and the time budget choose their
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import random
 from collections.abc import Iterator, Sequence
@@ -70,55 +71,46 @@ class VariantStep:
     same_samples: bool = True
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Simulation:
-    """Construction checks that the fields fit together; its ArgumentError names the field that does not."""
+    """The command's options, and what is made of them: samples are drawn from the mix, or from lengths at random.
+    Construction checks that they fit together; its ArgumentError names what does not."""
 
+    args: argparse.Namespace
     model: ModelConfig
     planning: Planning
     num_ranks: int
-    mix: DataMix | None = None  # or
-    lengths: Sequence[int] = ()  # in tokens: samples are drawn from these at random, batch_size a rank and micro-batch
-    batch_size: int = 4
-    topologies: Sequence[str] = ()  # of the balancer in the model
-    micro_batches: int | None = None  # of an optimizer step, planned whole; None: nothing is planned whole
-    ways: Sequence[str] = ()  # keys of doctor.alternatives.baselines
-    max_tokens_per_rank: int = 0  # in a micro-batch; 0: no limit, but in a step planned whole the fullest rank's
-    num_steps: int = 10
-    num_warmup_steps: int = 2
-    seed: int = 0
+    mix: DataMix | None
+    lengths: Sequence[int]
 
     def __post_init__(self) -> None:
+        args = self.args
         if self.mix is not None:
             self.mix.check_divides(self.num_ranks)
-        if not self.topologies and self.micro_batches is None and not self.ways:
-            raise ArgumentError("topology: got none, expected at least one, micro_batches, or ways")
-        if others := set(self.ways) - {of.key for of in self.others}:
-            raise ArgumentError(f"way: got {others.pop()!r}, expected one that {self.num_ranks} ranks allow")
+        if not args.topology and args.micro_batches is None and not args.way:
+            raise ArgumentError("--topology: got none, expected at least one, --micro-batches, or a --way")
+        if others := set(args.way) - {of.key for of in baselines(self.num_ranks)}:
+            raise ArgumentError(f"--way: got {others.pop()!r}, expected one that {self.num_ranks} ranks allow")
         # Some errors show only in planning, such as a solver that does not support nested bags. A limit of tokens may
         # be kept in one step and not in another.
-        for _ in itertools.islice(self.variants(), None if self.max_tokens_per_rank else 1):
+        for _ in itertools.islice(self.variants(), None if args.max_tokens_per_rank else 1):
             pass
 
     @property
     def limit(self) -> int:
-        """Of a micro-batch planned by itself."""
-        return self.max_tokens_per_rank if self.micro_batches is None else 0
-
-    @property
-    def others(self) -> list[Alternative]:
-        return [alternative for alternative in baselines(self.num_ranks) if alternative.key in self.ways]
+        """Of tokens of a rank in a micro-batch planned by itself."""
+        return self.args.max_tokens_per_rank if self.args.micro_batches is None else 0
 
     def draw(self, step: int) -> StepData:
         """What the ranks draw in an optimizer step: in each micro-batch the next batch of the mix."""
 
         def batch(rank: int, number: int) -> list[Sample]:
             if self.mix is not None:
-                return self.mix.draw(self.seed, number, rank)
-            drawn = random.Random(f"{self.seed} {number} {rank}").choices(self.lengths, k=self.batch_size)
+                return self.mix.draw(self.args.seed, number, rank)
+            drawn = random.Random(f"{self.args.seed} {number} {rank}").choices(self.lengths, k=self.args.batch_size)
             return list(map(self._sample_of, drawn))
 
-        batches = batches_of_step(step, self.micro_batches or 1)
+        batches = batches_of_step(step, self.args.micro_batches or 1)
         return self._seeded(step, [[batch(rank, k) for k in batches] for rank in range(self.num_ranks)])
 
     def _sample_of(self, length: int) -> Sample:
@@ -127,7 +119,7 @@ class Simulation:
 
     def _seeded(self, step: int, sizes: list[list[list[Sample]]]) -> StepData:
         """Gives each sample the seed of its tensors. sizes: [rank][micro-batch][sample]."""
-        seeds = itertools.count((self.seed * 1_000_003 + step) * 65_537)
+        seeds = itertools.count((self.args.seed * 1_000_003 + step) * 65_537)
 
         def seeded(size: Sample) -> SeededSample:
             return SeededSample(self.model.possible(size), next(seeds) % (1 << 63))
@@ -137,19 +129,20 @@ class Simulation:
     def _plan_step(self, data: StepData) -> Plan:
         """As BalancedBatchSampler makes it: whole samples, where possible at least one on every rank in every
         micro-batch. A fixed time, which is the same in every plan, would hide how far a plan is from the best."""
-        fullest = max(sum(lens) for batch in data.batches for lens in batch)
+        limit = self.args.max_tokens_per_rank or max(sum(lens) for batch in data.batches for lens in batch)
         planned = self.planning.plan(
-            lengths_of_step(data.batches), f"g1n{self.num_ranks}", routed=False, micro_batches=self.micro_batches or 1,
-            cluster=self.planning.cluster.replace(fixed_s=0.0), max_tokens_per_rank=self.max_tokens_per_rank or fullest,
+            lengths_of_step(data.batches), f"g1n{self.num_ranks}", routed=False, micro_batches=len(data.batches),
+            cluster=self.planning.cluster.replace(fixed_s=0.0), max_tokens_per_rank=limit,
         )  # fmt: skip
         return planned.fill_ranks()
 
     def variants(self) -> Iterator[dict[str, VariantStep]]:
         """Of each step, warm-up ones first, what each variant computes. The others are compared with the first."""
-        drawn = [self.draw(step) for step in range(self.num_warmup_steps + self.num_steps)]
+        args = self.args
+        drawn = [self.draw(step) for step in range(args.warmup + args.steps)]
         batches = [data.batches for data in drawn]
         pool = self.lengths or [n for step in batches for batch in step for lens in batch for n in lens]
-        draw = Draw(self.planning, batches, pool, self.seed, self.max_tokens_per_rank)
+        draw = Draw(self.planning, batches, pool, args.seed, args.max_tokens_per_rank)
 
         def alone(data: StepData, own_share: float = 1.0, same_samples: bool = True) -> VariantStep:
             """Without a balancer."""
@@ -167,10 +160,11 @@ class Simulation:
                     ]
                     yield alone(self._seeded(number, sizes), step.own_share, same_samples=False)
 
-        found = {NO_BALANCER: map(alone, drawn)} | {of.name: of_other(of) for of in self.others}
-        for topology in self.topologies:
+        found: dict[str, Iterator[VariantStep]] = {NO_BALANCER: map(alone, drawn)}
+        found |= {of.name: of_other(of) for of in baselines(self.num_ranks) if of.key in args.way}
+        for topology in args.topology:
             found[topology] = map(VariantStep, drawn, by_micro_batch(topology, self.limit)(draw))
-        if self.micro_batches is not None:
+        if args.micro_batches is not None:
             found[PLANNED_STEP] = (alone(data.as_planned(self._plan_step(data))) for data in drawn)
         for steps in zip(*found.values(), strict=False):
             yield dict(zip(found, steps, strict=True))

@@ -7,7 +7,6 @@ going first, so that a temporary disturbance of the machine hits them all.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
 import math
@@ -33,8 +32,9 @@ from knapformer.tools.simulate.results import Variant, report
 from knapformer.tools.simulate.steps import SeededSample, Simulation, VariantStep
 
 
-def simulate(args: argparse.Namespace, simulation: Simulation, device: torch.device) -> None:
+def simulate(simulation: Simulation, device: torch.device) -> None:
     """Collective over the world. Rank 0 reports."""
+    args = simulation.args
     rank, config, trained = dist.get_rank(), simulation.model, simulation.planning.model
     dtype = DTYPES[args.dtype or default_dtype(device)]
     of_steps = simulation.variants()
@@ -89,7 +89,7 @@ def simulate(args: argparse.Namespace, simulation: Simulation, device: torch.dev
     on = {"device": device.type, "dtype": str(dtype).removeprefix("torch."), "environment": environment(device)}
     measured = trained.replace(num_parameters=float(num_parameters), element_size=dtype.itemsize)
     # Variants may differ by the rounding of sums in another order.
-    report(args, simulation, measured, variants, math.sqrt(torch.finfo(dtype).eps), on)
+    report(simulation, measured, variants, math.sqrt(torch.finfo(dtype).eps), on)
 
 
 def balancer_of(simulation: Simulation, topology: str, max_tokens: int = 0) -> SequenceBalancer:
