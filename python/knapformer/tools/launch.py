@@ -137,18 +137,11 @@ def _start_ranks(argv: Sequence[str], num_ranks: int, threads: int) -> None:
     try:
         with tempfile.TemporaryDirectory(prefix="knapformer-") as log_dir:
             config = LaunchConfig(
-                min_nodes=1,
-                max_nodes=1,
-                nproc_per_node=num_ranks,
-                run_id=_RUN_ID,
-                rdzv_backend="c10d",
-                rdzv_endpoint="localhost:0",
-                local_addr="localhost",
-                max_restarts=0,
+                min_nodes=1, max_nodes=1, nproc_per_node=num_ranks, run_id=_RUN_ID, rdzv_backend="c10d",
+                rdzv_endpoint="localhost:0", local_addr="localhost", max_restarts=0,
                 # Not SIGINT, which would be handed on: ranks in which Python still starts would print a traceback.
-                signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",
-                logs_specs=DefaultLogsSpecs(log_dir=log_dir),
-            )
+                signals_to_handle="SIGTERM,SIGHUP,SIGQUIT", logs_specs=DefaultLogsSpecs(log_dir=log_dir),
+            )  # fmt: skip
             elastic_launch(config, sys.executable)("-m", "knapformer", *argv)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()

@@ -141,7 +141,7 @@ CPU = torch.device("cpu")
 def counted_flops(replayer: Replayer, share: RankShare) -> tuple[float, float]:
     """Of one block's passes in the per-token layers and in attention, as torch counts matrix products."""
     found = {"token_s": 0, "attention": 0}
-    for piece in replayer._pieces_of([share]):
+    for piece in replayer.pieces_of([share]):
         found["token_s" if piece.field == "token_s" else "attention"] += flops_of(piece.prepare())
     return found["token_s"], found["attention"]
 
@@ -198,7 +198,7 @@ def test_every_kind_of_block_is_run_as_often_as_the_model_has_it() -> None:
     replayer = Replayer(config, CPU, torch.float32, True)
     plan = kf.plan([[40, 8], [20]], "g2n1", d_model=config.d_model)
     (share, _) = shares_of(plan, 4, 4, [10, 0, 5])
-    pieces = replayer._pieces_of([share])
+    pieces = replayer.pieces_of([share])
     assert [(piece.field, piece.times) for piece in pieces] == [
         ("token_s", 3),
         ("token_s", 5),
@@ -213,7 +213,7 @@ def test_no_gradient_is_lost_where_attention_is_left_out(name: str) -> None:
     config = load_config(name)
     replayer = Replayer(config, CPU, torch.float32, True)
     plan = kf.plan([[30, 20]], "g1n1", d_model=config.d_model)
-    for piece in replayer._pieces_of(shares_of(plan, 4, config.num_kv_heads, [10, 5], config.text_beside)):
+    for piece in replayer.pieces_of(shares_of(plan, 4, config.num_kv_heads, [10, 5], config.text_beside)):
         piece.prepare()()
     for kind in replayer._kinds:
         for name, parameter in kind.block.named_parameters():
@@ -240,8 +240,9 @@ def test_seconds_add_up_over_pieces_and_ranks_without_work_take_none() -> None:
     plan = plan_home(kf.plan([[600, 600], [20], []], "g1n3", d_model=WIDTH))
     shares = shares_of(plan, 8, 8, [0, 0, 0])
     calls = []
-    seconds, noise = replayer.run(shares, 2, 1, lambda: calls.append(1))
-    assert len(calls) == 3 * replayer.num_measurements(shares) == 3 * 4
+    pieces = replayer.pieces_of(shares)
+    seconds, noise = replayer.run(pieces, 3, 2, 1, lambda: calls.append(1))
+    assert len(calls) == 3 * len(pieces) == 3 * 4
     assert seconds[2] == RankSeconds() and noise == 0
     for rank in (0, 1):
         token_flops, attention_flops = counted_flops(replayer, shares[rank])

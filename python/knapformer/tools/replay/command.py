@@ -82,9 +82,10 @@ def run(args: argparse.Namespace) -> None:
 
     plans = (plan for steps in ways.values() for step in steps for plan in step.plans)
     shares = [share for plan in plans for share in shares_in(plan)]
-    with Progress(replayer.num_measurements(shares) * (args.repeats + args.warmup)) as progress:
+    pieces = replayer.pieces_of(shares)
+    with Progress(len(pieces) * (args.repeats + args.warmup)) as progress:
         progress.describe("replaying")
-        seconds, noise = replayer.run(shares, args.repeats, args.warmup, progress.advance)
+        seconds, noise = replayer.run(pieces, len(shares), args.repeats, args.warmup, progress.advance)
     of_share = iter(seconds)
     variants = [
         Variant(

@@ -191,8 +191,8 @@ class _TokenLayers(PackedStep):
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """One measurement: of which share, what it counts towards, and how often the model has it."""
+class Piece:
+    """One measurement of a round: of which share, what it counts towards, and how often the model has it."""
 
     share: int
     field: str  # of RankSeconds
@@ -214,40 +214,31 @@ class Replayer:
         """Of all blocks of the model."""
         return sum(kind.count * parameter.numel() for kind in self._kinds for parameter in kind.block.parameters())
 
-    def num_measurements(self, shares: Sequence[RankShare]) -> int:
-        """The number of measurements in a round."""
-        return len(self._pieces_of(shares))
-
-    def _pieces_of(self, shares: Sequence[RankShare]) -> list[_Piece]:
-        pieces: list[_Piece] = []
+    def pieces_of(self, shares: Sequence[RankShare]) -> list[Piece]:
+        pieces: list[Piece] = []
         for index, share in enumerate(shares):
             if share.chunk_lens:
                 step = _TokenLayers(share.chunk_lens, self._config.d_model)
                 for kind in self._kinds:
                     work = partial(kind.work, step, share.text_lens, self._checkpointing)
-                    pieces.append(_Piece(index, "token_s", kind.count, work))
+                    pieces.append(Piece(index, "token_s", kind.count, work))
             for attention in share.attention:
                 field = "whole_attention_s" if attention.degree == 1 else "shared_attention_s"
-                pieces.append(_Piece(index, field, self._config.depth, partial(self._attention_work, attention)))
+                pieces.append(Piece(index, field, self._config.depth, partial(self._attention_work, attention)))
         return pieces
 
     def run(
-        self,
-        shares: Sequence[RankShare],
-        num_rounds: int,
-        num_warmup_rounds: int = 1,
+        self, pieces: Sequence[Piece], num_shares: int, num_rounds: int, num_warmup_rounds: int = 1,
         on_done: Callable[[], None] = lambda: None,
-    ) -> tuple[list[RankSeconds], float | None]:
+    ) -> tuple[list[RankSeconds], float | None]:  # fmt: skip
         """Seconds of each share over all blocks of the model, forward, recompute and backward, medians of the rounds;
         and the median spread between rounds, relative, where there are several.
 
-        on_done is called after each measurement: num_measurements times in a round.
+        on_done is called after each piece in each round.
         """
-        pieces = self._pieces_of(shares)
-        rounds = measured_rounds(
-            [piece.prepare for piece in pieces], self._device, num_rounds, num_warmup_rounds, on_done
-        )
-        totals: list[dict[str, float]] = [{} for _ in shares]
+        prepare = [piece.prepare for piece in pieces]
+        rounds = measured_rounds(prepare, self._device, num_rounds, num_warmup_rounds, on_done)
+        totals: list[dict[str, float]] = [{} for _ in range(num_shares)]
         for piece, times in zip(pieces, rounds, strict=True):
             of = totals[piece.share]
             of[piece.field] = of.get(piece.field, 0.0) + piece.times * statistics.median(times)
