@@ -154,7 +154,9 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--repeats": _count("of each measurement; medians", 3),
     "--warmup": _count("before them", 1),
     "--batch-size": _count("with --lengths: of a rank and micro-batch", 4),
-    "--peak-tflops": {"type": number(), "metavar": "F", "help": "of a rank's device; reports HFU"},
+    "--peak-tflops": {
+        "type": number(), "metavar": "F", "help": "of a rank's device; reports HFU, where all parameters train"
+    },
     "--json": {"metavar": "FILE|-", "help": "writes the results as JSON"},
     "--report": {"metavar": "FILE", "help": "writes an HTML file that opens offline, with pictures"},
 }  # fmt: skip
@@ -198,13 +200,6 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     modes = ("training", "lora", "inference")
     add(group, "--mode", choices=modes, help="what a step computes (default training)")
     add(group, "--no-checkpoint", default=None)
-
-
-def mode_of(args: argparse.Namespace, mode: str) -> str:
-    """The mode in which blocks are run for a trained model of this mode. Raises ArgumentError."""
-    if mode == "lora" and args.peak_tflops is not None:
-        raise ArgumentError("--peak-tflops: got one with mode lora, expected none: HFU is of training all parameters")
-    return "lora" if mode == "lora" else "training"
 
 
 def mix_of(args: argparse.Namespace) -> DataMix:

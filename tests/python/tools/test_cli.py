@@ -93,7 +93,6 @@ REPLAY_G4 = [*REPLAY, "--topology", "g4n1"]
         ([*REPLAY, "--topology", "g3n1"], "topology: got 'g3n1'"),
         ([*REPLAY_G4, "--max-tokens-per-rank", "1"], "max_tokens_per_rank: got 1, expected at least"),
         ([*REPLAY_G4, "--gamma", "1", "--calibration", "x"], "not allowed with argument --gamma"),
-        ([*REPLAY_G4, "--peak-tflops", "9", "--mode", "lora"], "--peak-tflops: got one with mode lora"),
         ([*REPLAY_G4, "--device", "cuda"], "device: got 'cuda'"),
         ([*REPLAY[:3], "--lengths", "empty.json", "--topology", "g2n1"], "without sequences"),
         (["plan", "--from", "missing.json"], "missing.json"),

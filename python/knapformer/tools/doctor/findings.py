@@ -219,13 +219,11 @@ class Findings:
         lines = [
             cost_args.assumed(self.args, draw.planning, limit),
             f"Model: {preset.name}{default}, of width {draw.planning.d_model}. Ranks: {source.num_ranks:,}, "
-            f"{digits(draw.batch_size)} samples x {draw.micro_batches} micro-batches each; FSDP2: ranks wait in every "
-            "micro-batch.",
+            f"{digits(draw.batch_size)} samples x {draw.micro_batches} micro-batches each, {len(draw.batches)} steps; "
+            "FSDP2: ranks wait in every micro-batch.",
         ]
         if self.share_of_pairs < 1:
             lines.append(f"Masks leave {self.share_of_pairs:.1%} of the samples' (query, key) pairs.")
-        if source.fewer_steps:
-            lines.append(f"Simulated: {len(draw.batches)} steps, since a step has so many samples (--steps for more).")
         return lines
 
 

@@ -22,7 +22,7 @@ class Source:
     """pool: the lengths of all samples. num_samples: of the data set; 0 where it has no end."""
 
     def __init__(self, args: argparse.Namespace, preset: Preset) -> None:
-        self._args, self.samples, self.fewer_steps = args, Samples(), False
+        self._args, self.samples = args, Samples()
         self._mix: DataMix | None = None
         if args.data is not None:
             self._mix, self.num_ranks = cli_args.mix_and_ranks(args)
@@ -79,5 +79,4 @@ class Source:
         """How many steps of so many samples are simulated."""
         if self._args.steps is not None:
             return int(self._args.steps)
-        self.fewer_steps = num_samples * _STEPS > _MAX_SAMPLES
         return max(2, min(_STEPS, _MAX_SAMPLES // max(1, num_samples)))

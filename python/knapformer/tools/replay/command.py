@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> None:
     lens = [plan.seq_lens for steps in ways.values() for step in steps for plan in step.plans]
     cost_args.warn_if_far(args, planning, lens, device_name(device))
 
-    mode = cli_args.mode_of(args, model.mode)
+    mode = "lora" if model.mode == "lora" else "training"
     replayer = Replayer(config, device, DTYPES[dtype], args.recomputes, mode)
     model = model.replace(num_parameters=replayer.num_parameters, mode=mode)
 

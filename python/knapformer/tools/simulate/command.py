@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> None:
     config = load_config(args.model)
     of = cost_args.planning(args, own_fixed=True, d_model=config.d_model, mask=config.mask)
     trained = cost_args.trained_model(config, None, args.recomputes, of=of.model)
-    model = trained.replace(num_parameters=0.0, mode=cli_args.mode_of(args, trained.mode))
+    model = trained.replace(num_parameters=0.0, mode="lora" if trained.mode == "lora" else "training")
     if config.text_limit is not None and args.max_text_tokens > config.text_limit:
         expected = f"at most {config.text_limit}, which the model takes"
         raise ArgumentError(f"--max-text-tokens: got {args.max_text_tokens}, expected {expected}")
