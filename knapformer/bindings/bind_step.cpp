@@ -1,5 +1,3 @@
-#include <ATen/ops/empty.h>
-
 #include "knapformer/bindings/from_python.h"
 #include "knapformer/bindings/torch_bindings.h"
 
@@ -7,21 +5,6 @@ namespace py = pybind11;
 using namespace knapformer;  // NOLINT: this file is nothing but names of the library
 
 namespace {
-
-/// Of the keys of all stages, one stage after another, the rows by sequence.
-at::Tensor by_sequence(const SequenceRows& rows, at::Device device) {
-  std::vector<std::vector<int64_t>> of_sequences(static_cast<size_t>(rows.query_lens.numel()));
-  int64_t next = 0;
-  for (const at::Tensor& key_lens : rows.stage_key_lens) {
-    for (size_t sequence = 0; sequence < of_sequences.size(); ++sequence) {
-      for (int64_t n = key_lens.const_data_ptr<int32_t>()[sequence]; n > 0; --n)
-        of_sequences[sequence].push_back(next++);
-    }
-  }
-  std::vector<int64_t> order;
-  for (const auto& of_sequence : of_sequences) order.insert(order.end(), of_sequence.begin(), of_sequence.end());
-  return at::tensor(order, at::kLong).to(device);
-}
 
 /// Whether a kernel says that it takes parts of queries.
 bool cuts_queries(py::handle attend) {
@@ -184,45 +167,5 @@ A plan has one, an optimizer step's plan one for each micro-batch; no other step
                 },
                 &Step::attention);
           },
-          py::arg("q"), py::arg("k"), py::arg("v"), py::arg("attend") = py::none(), py::arg("mask") = py::none())
-      .def(
-          "op_attention",
-          [](const Step& self, const at::Device& device, const py::object& mask, bool cuts_queries) {
-            const bool by_plan = mask.is_none();
-            const KernelMask applied = convert_or_report([&] { return by_plan ? std::nullopt : mask_from(mask); },
-                                                         [&](const std::exception& error) { self.report(error); });
-            if (by_plan) self.make_masks(device);
-            const SharedAttention composer = self.attention_on(device, applied, cuts_queries || by_plan);
-            const auto of_op = [](const ExchangeArguments& arguments) {
-              OpArguments made(arguments);
-              return std::make_tuple(std::move(made.tables), std::move(made.layout), std::move(made.names));
-            };
-            std::vector<at::Tensor> rows;
-            std::vector<bool> travels;
-            py::list attended;
-            py::list stages;
-            for (size_t level = 0; level < composer.tables.levels.size(); ++level) {
-              rows.push_back(at::empty({composer.tables.levels[level].num_rows, 0}));
-              travels.push_back(composer.travels(level));
-              const SequenceRows& of_level = composer.attended[level];
-              attended.append(by_plan ? py::cast(of_level.masks)
-                                      : py::make_tuple(of_level.query_lens, of_level.key_lens, of_level.query_starts));
-              py::list further;
-              for (size_t stage = 1; stage < of_level.stage_key_lens.size() && travels.back(); ++stage)
-                further.append(of_op(composer.to_stage(level, stage, {})));
-              stages.append(further.empty() ? py::none()
-                                            : py::object(py::make_tuple(further, by_sequence(of_level, device))));
-            }
-            return py::make_tuple(rows, attended, travels, of_op(composer.to_sequences({})),
-                                  of_op(composer.to_rows({})), stages);
-          },
-          py::arg("device"), py::arg("mask") = "full", py::arg("cuts_queries") = false,
-          R"(For knapformer.compile: what attention takes in this step, for tensors on `device`. mask: as in attention.
-None: the planned ones. cuts_queries: whether the kernel takes parts of queries.
-
-Returns (rows, attended, travels, to_sequences, to_rows, stages). The first three have an entry for each level of attention:
-(rows of this rank, 0); of each sequence that attention sees the queries, the keys, and where its queries begin, int32 on
-the CPU, or the MaskTables of the planned masks; whether the level's rows travel. The next two are arguments of the op knapformer::exchange for the levels that travel: (tables, layout, names). stages: of
-each level None, or the arguments of the exchanges of further stages of keys, and the rows of all stages by sequence. Not
-collective.)");
+          py::arg("q"), py::arg("k"), py::arg("v"), py::arg("attend") = py::none(), py::arg("mask") = py::none());
 }

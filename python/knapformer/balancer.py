@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import knapformer._torch as _torch
-from knapformer._core import ArgumentError, Plan, head_shares
+from knapformer._core import ArgumentError, Plan
 from knapformer._torch import PlanningAhead, Samples, Step
 from knapformer.cost import Cost, CostSettings
 from knapformer.groups import bag_group, cpu_group
@@ -31,31 +31,6 @@ __all__ = ["SequenceBalancer", "Step"]
 Lengths: TypeAlias = Iterable[SupportsIndex] | Tensor
 # (q, k, v, lengths) -> o or (o, log_sum_exp), as in SequenceBalancer.attention.
 Attend: TypeAlias = Callable[..., Tensor | tuple[Tensor, Tensor]]
-
-# On a rank that happens to own no rows, Inductor would drop the exchange from the graph as dead code, and the rank's
-# peers would wait for it. So the op is marked as having a side effect: the one on the other ranks.
-torch.fx.node.has_side_effect(torch.ops.knapformer.exchange.default)
-
-
-@torch.library.register_fake("knapformer::exchange")  # type: ignore[untyped-decorator]
-def _shapes_of_exchange(
-    tensors: list[Tensor], differentiable: list[int], heads: list[int], tables: list[Tensor], layout: list[int], _: Any
-) -> list[Tensor]:
-    """What tracers are told in place of running it; knapformer/torch/exchange/exchange.h says what arguments mean."""
-    outputs: list[Tensor] = []
-    numbers = iter(layout)
-    for segment in range(next(numbers)):
-        shared_end, degree, index, query_parts, num_tensors = (next(numbers) for _ in range(5))
-        head_parts = degree // query_parts
-        for _ in range(num_tensors):
-            tensor, role = tensors[len(outputs)], next(numbers)
-            shape = [tables[6 * segment + 4].shape[0], *tensor.shape[1:]]
-            if role > 0:  # where the receiving end is shared it has all heads
-                of_keys = int(role > 1)
-                shares = head_shares(heads[0], heads[1], head_parts)
-                shape[1] = heads[of_keys] if shared_end == 2 else shares[index % head_parts][of_keys]
-            outputs.append(tensor.new_empty(shape))
-    return outputs
 
 
 def _kernel_for(mask: str | None) -> Attend:
@@ -283,6 +258,7 @@ class SequenceBalancer(_torch.SequenceBalancer):
         chunk_lens, o = super().current_for("post_attn").post_attn(o)
         return chunk_lens, super().watched(o)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a collective: a graph ends before it
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, attend: Attend | None = None, mask: str | None = None
     ) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ class MaskedAttention:
     def __init__(self, seq_lens: Sequence[int] | Tensor, masks: Sequence[str]) -> None:
         self._tables = MaskTables(masks, seq_lens)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a kernel that takes lengths
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (tokens, heads, head_dim); k, v (tokens, kv_heads, ...), kv_heads a divisor of heads. Returns (tokens,
         heads, ...), 0 for a query that sees no key. Scaled by head_dim ** -0.5."""
@@ -61,16 +62,15 @@ def block_mask(tables: MaskTables, device: torch.device) -> BlockMask:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, layout: Tensor | BlockMask) -> Tensor:
-    """As MaskedAttention, for a `layout` of layout_on. Graphs of torch.compile hold it."""
+    """As MaskedAttention, for a `layout` of layout_on."""
     q, k, v = as_autocast(q, k, v)
     if isinstance(layout, Tensor):
         out: Tensor = torch.ops.knapformer.masked_attention(q, k, v, layout)[0]
         return out
     if q.numel() == 0 or k.numel() == 0:
         return no_attention(q, k, v)
-    kernel = _compiled() if not torch.compiler.is_compiling() else cast("Callable[..., Any]", flex_attention)
     by_head = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (q, k, v))
-    o: Tensor = kernel(*by_head, block_mask=layout, enable_gqa=k.shape[1] != q.shape[1])
+    o: Tensor = _compiled()(*by_head, block_mask=layout, enable_gqa=k.shape[1] != q.shape[1])
     return o.squeeze(0).transpose(0, 1)
 
 

@@ -38,7 +38,8 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, seq_lens: Lengths, mask: s
     """
     lens = tuple(lengths_list(seq_lens))
     if mask not in ("full", "causal"):
-        return _masked(lens, mask)(q, k, v)
+        out: Tensor = _masked(lens, mask)(q, k, v)
+        return out
     return _pairing(lens, lens).attend(q, k, v, mask == "causal")
 
 
@@ -52,6 +53,7 @@ class PackedAttention:
         self.mask = None if mask is None else check_mask(mask)
         self.takes_masks = mask not in ("full", "causal")  # then a balancer gives it the MaskTables of what is packed
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a kernel that takes lengths
     def __call__(
         self,
         q: Tensor,

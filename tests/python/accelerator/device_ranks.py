@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 import torch.nn.functional as F
-from knapformer.compile import AttentionTables
 from torch import Tensor
 
 from knapformer import BalancedLoader, BalancedStepLoader, SequenceBalancer
@@ -202,36 +201,6 @@ def samples_in_pinned_memory(rank: int, world: int) -> list[tuple[bool, bool]]:
             assert torch.equal(on_device.cpu(), torch.arange(begin, end, dtype=torch.float32))
             chunks.append((rank > 0, sample["x"].is_pinned() and counted.pageable_copies == []))
     return chunks
-
-
-def compiled_attention_agrees(rank: int, world: int, topology: str) -> list[tuple[Tensor, Tensor]]:
-    """Outputs and gradients of attention in a compiled graph, on the CPU and on the device."""
-    group = sim.new_group()
-
-    def of_all(q: Tensor, k: Tensor, v: Tensor, segment: Tensor) -> Tensor:
-        scores = torch.einsum("qhd,khd->hqk", q, k).masked_fill(segment[:, None] != segment, -torch.inf)
-        return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
-
-    results = []
-    for device in ("cpu", "sim"):
-
-        def segments(seq_lens: Tensor, device: str = device) -> Tensor:
-            return torch.repeat_interleave(torch.arange(seq_lens.numel()), seq_lens.long()).to(device)
-
-        balancer = SequenceBalancer(topology, group=group, d_model=8)
-        balancer.plan_routing([40 + rank, 5, 3 * rank + 2], 16)
-        own = torch.randn(sum(balancer.chunk_lens.tolist()), 4, 4, generator=torch.Generator().manual_seed(rank))
-        x = own.to(device).requires_grad_()
-
-        @torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
-        def block(x: Tensor, tables: AttentionTables) -> Tensor:
-            return x + tables.attention(x * 2, x + 1, x.sin(), of_all)
-
-        y = block(x, AttentionTables.of(balancer, x.device, layout=segments))
-        y.square().sum().backward()
-        assert x.grad is not None
-        results.append((y.detach().cpu(), x.grad.cpu()))
-    return list(zip(*results, strict=True))
 
 
 def a_rank_that_cannot_pack(rank: int, world: int) -> tuple[str, int]:

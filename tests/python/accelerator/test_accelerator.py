@@ -13,7 +13,6 @@ from accelerator.device_ranks import (
     a_rank_that_cannot_pack,
     attention_beside_others,
     balancers_agree,
-    compiled_attention_agrees,
     copies_for_two_streams,
     devices_differ,
     frozen_in_turn_agrees,
@@ -65,14 +64,6 @@ def test_the_tables_of_a_step_are_one_copy_without_a_wait(micro_batches: int | N
         assert all(torch.equal(a, b) for a, b in zip(on_device, on_cpu, strict=True))
         assert counted.syncs == [] and counted.pageable_copies == []
         assert (counted.copies_to_device, cpu_counted.copies_to_device) == (len(on_device), 0)
-
-
-@pytest.mark.parametrize("topology", ["g2n1", "g2/1n1"])
-def test_a_compiled_graph_holds_exchanges(topology: str) -> None:
-    """Tracers take all tensors of an operation to be on one device; the host reads parts of an exchange's tables."""
-    for of_rank in run_ranks(compiled_attention_agrees, 2, topology):
-        for on_cpu, on_device in of_rank:
-            torch.testing.assert_close(on_device, on_cpu, rtol=1e-5, atol=1e-6)
 
 
 def test_attention_waits_for_no_other_user_of_the_group() -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from balancer_checks import Check, run_checks
-from knapformer.compile import AttentionTables
 from knapformer.masked import MaskedAttention
 from masks import dense_mask, random_mask
 from ranks import error_of
@@ -20,7 +19,7 @@ from knapformer import BalancedBatchSampler, Cluster, SequenceBalancer, TrainedM
 
 DIM = 4
 CLUSTER = Cluster(flops_per_s=1e6, node_latency_s=0)  # on which sharing costs little
-WAYS = ["plain", "checkpointed", "compiled", "bfloat16", "ahead", "by each rank"]
+WAYS = ["plain", "checkpointed", "bfloat16", "ahead", "by each rank"]
 
 
 def cost_of(heads: int) -> dict[str, Any]:
@@ -66,8 +65,6 @@ def check(rank: int, world_size: int, topology: str, heads: int, seed: int, way:
     assert balancer.plan.masks == ([] if set(texts) == {"full"} else texts)
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if way == "compiled":
-            return AttentionTables.of(balancer, q.device, mask=None).attention(q, k, v)
         return balancer.attention(q, k, v)
 
     _, q, (k, v) = balancer.route(inputs[0], inputs[1:])

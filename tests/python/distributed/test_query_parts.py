@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from balancer_checks import Check, causal_free_attention, own, run_checks
-from knapformer.compile import AttentionTables
 from knapformer.models.attention import PackedAttention, varlen_attention
 from ranks import error_of
 from torch import Tensor
@@ -36,7 +35,7 @@ def inputs_of(rank: int, dtype: torch.dtype) -> list[Tensor]:
 def check_attention(rank: int, world_size: int) -> None:
     cases = [("g2n1", "full", SLOW), *itertools.product(("g2n1", "g2/1n1"), ("full", "causal"), (CLUSTER,))]
     for topology, mask, cluster in cases:
-        for way in ("plain", "checkpointed", "compiled", "bfloat16", "another kernel"):
+        for way in ("plain", "checkpointed", "bfloat16", "another kernel"):
             check_way(rank, topology, mask, cluster, way)
 
 
@@ -66,10 +65,7 @@ def check_way(rank: int, topology: str, mask: str, cluster: Cluster, way: str) -
         attend = Whole(attend)
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if way != "compiled":
-            return balancer.attention(q, k, v, attend)
-        tables = AttentionTables.of(balancer, q.device, lambda *lens: lens, mask, cuts_queries=True)
-        return tables.attention(q, k, v, lambda q, k, v, lens: attend(q, k, v, *lens))
+        return balancer.attention(q, k, v, attend)
 
     _, q, (k, v) = balancer.route(inputs[0], inputs[1:])
     o = checkpoint(attention, q, k, v, use_reentrant=False) if way == "checkpointed" else attention(q, k, v)
@@ -84,7 +80,6 @@ def check_refusals(rank: int, world_size: int) -> None:
     cases = [
         (lambda b, x: b.attention(x, x, x, causal_free_attention), "attend: got a kernel of whole sequences"),
         (lambda b, x: b.pre_attn(x, x, x), "pre_attn: got the topology g2n1, whose ranks share queries"),
-        (lambda b, x: AttentionTables.of(b, x.device, mask="planned"), "attend: got a kernel of whole sequences"),
     ]
     for call, expected in cases:
         balancer = SequenceBalancer("g2n1", **COST)
