@@ -44,6 +44,7 @@ SIZES = {
         flux=["--model", "flux"], calibrate=["--repeats", "4"],  # options of commands
         step=["--data", "g1b1i2048f1s0", "--steps", "3", "--warmup", "1", "--gamma", "0.41", *PEAK],
         replay=["--repeats", "1", *PEAK, "--topology", "g8n4", "--topology", "g8/4/2/1n4"],
+        padded=["--rounds", "5", "--classes", "FluxTransformer2DModel", "WanTransformer3DModel"],
     ),
     "cpu": SimpleNamespace(
         models=("flux-tiny", "wan-tiny"), samples=((5, 36), (2, 9), (12, 64), (3, 16)),
@@ -51,6 +52,7 @@ SIZES = {
         flux=["--model", "flux-tiny"], calibrate=["--repeats", "1", "--warmup", "1", "--lengths", "32,64,128,256"],
         step=["--data", "g1b1i256f1s0", "--steps", "1", "--warmup", "0", "--gamma", "0.41"],
         replay=["--repeats", "1", "--topology", "g8n4", "--scale", "32", "--max-text-tokens", "8"],
+        padded=["--rounds", "1", "--d-model", "128", "--side", "4"],
     ),
 }  # fmt: skip
 
@@ -346,7 +348,8 @@ def kernels(args: argparse.Namespace) -> None:
 
 def padded(args: argparse.Namespace) -> None:
     path = args.out / "adapters.json"
-    run([sys.executable, ROOT / "bench/bench_adapters.py", "--device", args.device, "--rounds", "5", "--json", path])
+    options = ["--device", args.device, "--json", path, *SIZES[args.device].padded]
+    run([sys.executable, ROOT / "bench/bench_adapters.py", *options])
     for name, row in json.loads(path.read_text())["comparisons"].items():
         record(args, f"{name}: packed call over diffusers' padded batch, seconds", row["ratio"], at_most=row["goal"])
 
