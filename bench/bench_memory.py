@@ -26,7 +26,6 @@ LIMIT = 1.25  # times the mean tokens of a rank and micro-batch
 PLANNED = "flux-demo"
 TRAINED = knapformer.TrainedModel(num_blocks=3, num_parameters=5e6, shard_ranks=1)
 MODEL = {"kind": "transformer", "num_blocks": 4, "d_model": 512, "num_heads": 8, "num_kv_heads": 8}
-# Few tokens, so that no exchange's output lies in recycled memory, whose allocation the profiler does not see.
 LENS = [[200, 20, 30], [40, 180]]
 WAYS = {"none": (False, False), "blocks": (True, False), "blocks, exchanges kept": (True, True)}
 
@@ -149,7 +148,7 @@ def memory_of_checkpointing(args: argparse.Namespace) -> dict[str, Any]:
             loss.backward()
         return forward.key_averages(), backward.key_averages()
 
-    for way in WAYS.values():  # a first step allocates what later ones recycle
+    for way in WAYS.values():  # warms up
         profiled(way)
     rows: dict[str, Any] = {}
     for name, way in WAYS.items():
