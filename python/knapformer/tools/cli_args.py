@@ -238,16 +238,12 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in vars(args).items() if name not in ("run", "default_of", "argv", "command")}
 
 
-#: How batches are drawn from data codes.
-OF_DRAW = ("seed", "scale", "max_text_tokens")
-
-
 def refuse(
-    args: argparse.Namespace, names: Iterable[str], beside: str, why: str = "with which nothing uses it"
+    args: argparse.Namespace, options: Iterable[str], beside: str, why: str = "with which nothing uses it"
 ) -> None:
     """Refuses options that were given beside others with which nothing reads them. An option that is given its default
     cannot be told from one that is not given. Raises ArgumentError."""
-    for name in names:
+    for option in options:
+        name = option[2:].replace("-", "_")
         if getattr(args, name) != args.default_of(name):
-            option = "--" + name.replace("_", "-")
             raise ArgumentError(f"{option}: got one beside {beside}, {why}, expected none")

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from knapformer import ArgumentError, Calibration, Cluster, Plan, TrainedModel
+from knapformer import ArgumentError, Calibration, Cluster, TrainedModel
 from knapformer._core import DEFAULT_GAMMA
 from knapformer.json_file import read_json
 from knapformer.tools.launch import speaks
@@ -32,13 +32,13 @@ def warn_if_far(args: argparse.Namespace, of: Planning, batches: Iterable[Length
 
 
 def planning(
-    args: argparse.Namespace, of: Plan | None = None, *, model: TrainedModel | None = None, own_fixed: bool = False,
-    **given: Any,
+    args: argparse.Namespace, cluster: Cluster | None = None, model: TrainedModel | None = None,
+    own_fixed: bool = False, **given: Any,
 ) -> Planning:  # fmt: skip
     """What the options say, and `given` in place of it.
 
-    The named cluster, or that of the plan `of`, and `model` (default: TrainedModel()) with the fields that a file of
-    --cluster states. Measured values of a calibration replace their fields, and single options replace all.
+    The named cluster, or `cluster`, and `model` (default: TrainedModel()) with the fields that a file of --cluster
+    states. Measured values of a calibration replace their fields, and single options replace all.
 
     own_fixed: leaves out a fixed time that does not belong to the cluster. A named cluster's was fitted to somebody
     else's steps, and it is not known which part of it every micro-batch takes. So a fixed time counts only where a
@@ -46,11 +46,9 @@ def planning(
     """
     options = vars(args)
     fields = {of.name: options[of.name] for of in dataclasses.fields(Planning) if options.get(of.name) is not None}
-    states_fixed, model = False, model or TrainedModel()
+    states_fixed, cluster, model = False, cluster or Cluster(), model or TrainedModel()
     if args.cluster is not None:
         cluster, model, states_fixed = read_cluster(args.cluster, model)
-    else:
-        cluster, model = (Cluster(), model) if of is None else (of.cluster, of.model)
     if args.calibration is not None:
         calibration = Calibration.load(args.calibration)
         fields["gamma"] = calibration.gamma
@@ -124,6 +122,6 @@ def trained_model(
     return of if dtype is None else of.replace(element_size=dtype.itemsize)
 
 
-def settings_dict(of: Planning | Plan) -> dict[str, dict[str, Any]]:
+def settings_dict(of: Planning) -> dict[str, dict[str, Any]]:
     """The content of a file that --cluster reads."""
     return {"cluster": of.cluster.to_dict(), "model": of.model.to_dict()}

@@ -15,7 +15,7 @@ from typing import Any
 
 from knapformer import ArgumentError, Cluster, DataMix, Plan, Topology
 from knapformer.tools import cli_args, cost_args
-from knapformer.tools.cli_args import OF_DRAW, add, refuse
+from knapformer.tools.cli_args import DRAW, add, refuse
 from knapformer.tools.files import cells_of, show, table_of, write, write_json
 from knapformer.tools.ways import (
     NO_BALANCER,
@@ -39,10 +39,10 @@ _POINT = {
     "rest": "rest_s:.3f", "efficiency": "efficiency:.1%", "HFU": "hfu:.1%", "WIR": "wir:.2f:inf",
     "peak": "max_tokens_per_rank:,.0f", "GB": "sent_gb:",
 }  # fmt: skip
-# Options that a plan from a file has fixed already.
+# Options that a plan from a file has fixed already, or that it has no use for.
 _OF_PLANNING = (
-    "topology", "ranks", "micro_batches", "sync", "steps", *OF_DRAW, "solver", "effort", "gamma", "d_model", "mask",
-    "max_tokens_per_rank", "rank_speed", "predictions",
+    "--topology", "--ranks", "--micro-batches", "--sync", "--steps", *DRAW, "--solver", "--effort", "--gamma",
+    "--d-model", "--mask", "--max-tokens-per-rank", "--rank-speed", "--predictions",
 )  # fmt: skip
 
 
@@ -63,7 +63,7 @@ def add_parser(subparsers: Any) -> None:
     )  # fmt: skip
     add(parser, "--micro-batches", "--sync")
     add(parser, "--steps", default=1, help="whose predicted times are averaged (default 1)")
-    add(parser, *cli_args.DRAW, "--solver", "--effort")
+    add(parser, *DRAW, "--solver", "--effort")
     cli_args.add_gamma(parser)
     add(parser, "--d-model", default=3072, help="width, in features (default 3072)")
     add(parser, "--mask", "--max-tokens-per-rank", "--rank-speed")
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> None:
     if args.plan is not None:
         refuse(args, _OF_PLANNING, "a plan", "which has its own")
         plan = Plan.from_json(Path(args.plan).read_text(encoding="utf-8", errors="replace"))
-        of = cost_args.planning(args, plan, d_model=plan.d_model, gamma=plan.workload.gamma)
+        of = cost_args.planning(args, plan.cluster, plan.model, d_model=plan.d_model, gamma=plan.workload.gamma)
         plan = plan.on(of.cluster, of.model)
         _write(args, plan)
         if args.json != "-":
@@ -128,7 +128,7 @@ def _planned(args: argparse.Namespace) -> tuple[Planning, Plan, list[Point], str
     if args.topology is None:
         raise ArgumentError("--topology: got none, expected bags of ranks such as g8n4, or auto")
     if args.lengths is not None:
-        refuse(args, OF_DRAW, "--lengths")
+        refuse(args, DRAW, "--lengths")
     planning = cost_args.planning(args)
     ranks, batches_on = _source(args)
     is_one = len(ranks) == len(args.topology) == args.steps == 1

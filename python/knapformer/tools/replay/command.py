@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from knapformer import ArgumentError, Plan, Topology
 from knapformer.tools import cli_args, cost_args
-from knapformer.tools.cli_args import OF_DRAW, add, refuse
+from knapformer.tools.cli_args import DRAW, add, refuse
 from knapformer.tools.files import cells_of, show, table_of, write_json
 from knapformer.tools.launch import use_device
 from knapformer.tools.ways import NO_BALANCER, Draw, Lengths, Planning, Step, batches_of_mix, usual_ways
@@ -40,7 +40,7 @@ def add_parser(subparsers: Any) -> None:
     add(parser, "--topology")
     add(parser, "--ranks", help="with --data (default: those of the mix)")
     add(parser, "--steps", default=1, help="of --data or --lengths (default 1)")
-    add(parser, "--solver", *cli_args.DRAW, "--micro-batches", "--max-tokens-per-rank", "--repeats", "--warmup")
+    add(parser, "--solver", *DRAW, "--micro-batches", "--max-tokens-per-rank", "--repeats", "--warmup")
     cli_args.add_gamma(parser)
     add(
         parser, "--model", default=None,
@@ -53,7 +53,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     cli_args.check_torch()
     if args.lengths is not None:
-        refuse(args, OF_DRAW, "--lengths")
+        refuse(args, DRAW, "--lengths")
     from knapformer.adapters.named import load_config
     from knapformer.models.parallel import DTYPES
     from knapformer.tools.measure.environment import default_dtype, device_name, environment

@@ -54,9 +54,9 @@ def run(args: argparse.Namespace) -> None:
 
     num_ranks = check_ranks(args.ranks)
     if args.lengths is None:
-        refuse(args, ("batch_size",), "--data")
+        refuse(args, ("--batch-size",), "--data")
     else:
-        refuse(args, ("scale", "max_text_tokens"), "--lengths")
+        refuse(args, ("--scale", "--max-text-tokens"), "--lengths")
     config = load_config(args.model)
     of = cost_args.planning(args, own_fixed=True, d_model=config.d_model, mask=config.mask)
     trained = cost_args.trained_model(config, None, args.recomputes, of=of.model)
