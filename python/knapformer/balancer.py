@@ -320,11 +320,11 @@ class SequenceBalancer(_torch.SequenceBalancer):
         return {f"balancer/{name}": value for name, value in super().metrics().items()}
 
     def expect_device(self, device: torch.device | str) -> None:
-        """Announces tensors on this device.
+        """Announces tensors on this device ("cuda": the current one).
 
-        Plans that are made ahead from now on (start_planning, loaders) have their index tables packed for it, on
-        the planning thread. Without this call a balancer learns of a device, with its index, at the first exchange
-        there. Not collective.
+        Plans that are made ahead from now on (start_planning, loaders) have their index tables packed for it, on the
+        planning thread, and samples that BalancedStepLoader moves arrive in pinned memory. Without this call a balancer
+        learns of a device at the first exchange there. Not collective.
         """
         super().expect_device(torch.device(device))
 

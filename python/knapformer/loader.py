@@ -11,7 +11,6 @@ from functools import partial
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
-import torch
 from torch import Tensor
 
 from knapformer._core import ArgumentError, Plan, StateError, Topology
@@ -271,13 +270,11 @@ class BalancedStepLoader(_Loader[list[dict[str, Tensor]]]):
         and are cut where several ranks share the sample. Tensors in per_sample have any shape and go whole to every
         rank that holds a part of the sample; so all may be in per_sample only where every bag is one rank. All are
         dense, on the CPU, of any dtype, without gradients. Tensors that come from other ranks are views of the buffer
-        that received them, in pinned memory once an accelerator is known.
+        that received them, in pinned memory once the balancer knows of an accelerator (its expect_device).
     seq_lens: of a batch, the tokens of each of its samples. None: the number of rows of the first tensor in per_token.
     max_bytes_in_flight: the most that a rank sends, and that it receives, in one all-to-all; 0 for no limit. The bytes
         of a step beyond it move when the step before has ended, in all-to-alls of at most this size. A sample that is
         larger raises ArgumentError on all ranks, which ends the pass as max_tokens_per_rank does.
-    device: where the model's tensors will be ("cuda": the current one), for samples in pinned memory from the first
-        step on. None: the device is known from the first exchange on, as of shared samples.
     """
 
     def __init__(
@@ -292,7 +289,6 @@ class BalancedStepLoader(_Loader[list[dict[str, Tensor]]]):
         masks: Callable[[Any], Sequence[str]] | None = None,
         work: Callable[[Any], Sequence[float]] | None = None,
         max_bytes_in_flight: int = 0,
-        device: torch.device | str | None = None,
     ) -> None:
         self._micro_batches = integer("micro_batches", micro_batches, 1)
         self._max_bytes_in_flight = integer("max_bytes_in_flight", max_bytes_in_flight, 0)
@@ -304,8 +300,6 @@ class BalancedStepLoader(_Loader[list[dict[str, Tensor]]]):
         if seq_lens is None and not per_token:
             raise ArgumentError("per_token: got none, expected names of tensors, or seq_lens")
         super().__init__(loader, balancer, seq_lens or partial(_rows_of, per_token[0]), masks, work)
-        if device is not None:
-            balancer.expect_device(torch.device(device))
         topology = Topology(balancer.topology, balancer.num_ranks)
         # What goes whole to each rank that shares a sample would count once for each of them.
         if not per_token and any(len(bag) > 1 for bag in topology.bags):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -42,37 +41,38 @@ def mask_of(sees: Callable[[Tensor, Tensor], Tensor], seq_len: int, max_ranges: 
     """
     import torch
 
-    key, rows = torch.arange(seq_len).unsqueeze(0), []
+    key, runs = torch.arange(seq_len).unsqueeze(0), list[_Run]()
     for queries in torch.arange(seq_len).split(max(1, 2**24 // max(1, seq_len))):
         seen = sees(queries.unsqueeze(1), key).broadcast_to(len(queries), seq_len).to(torch.int8)
         steps = torch.nn.functional.pad(seen, (1, 1)).diff(dim=1)
-        begins, ends = ((steps == step).nonzero() for step in (1, -1))
-        counts = begins[:, 0].bincount(minlength=len(queries)).tolist()
-        if max(counts, default=0) > max_ranges:
-            worst = int(queries[0]) + counts.index(max(counts))
-            raise ValueError(f"sees: got {max(counts)} ranges of keys for query {worst}, expected at most {max_ranges}")
-        flat = iter(torch.stack((begins[:, 1], ends[:, 1]), 1).tolist())
-        rows += [[end for pair in itertools.islice(flat, count) for end in pair] for count in counts]
-    runs: list[_Run] = []
-    for row, before in zip(rows, [None, *rows], strict=False):
-        moves = None
-        if before is not None and len(row) == len(before):
-            moves = [end - end_before for end, end_before in zip(row, before, strict=True)]
-        if moves is None or not {*moves} <= {0, 1} or runs[-1].moves not in (None, moves):
-            runs.append(_Run(row))
-        else:
-            runs[-1].moves = moves
-            runs[-1].num_queries += 1
+        for query, row in zip(queries.tolist(), steps, strict=True):
+            ends = row.nonzero().flatten().tolist()
+            if len(ends) > 2 * max_ranges:
+                got = f"{len(ends) // 2} ranges of keys for query {query}"
+                raise ValueError(f"sees: got {got}, expected at most {max_ranges}")
+            if not (runs and runs[-1].goes_on(ends)):
+                runs.append(_Run(ends, ends))
     return "ranges:" + ";".join(map(str, runs))
 
 
 @dataclass
 class _Run:
-    """Consecutive queries: begins and ends of the first one's ranges of keys, and by how much they move with each."""
+    """Consecutive queries: begins and ends, in turn, of the first and the last one's ranges of keys, and by how much
+    they move with each query."""
 
     ends: list[int]
+    last: list[int]
     moves: list[int] | None = None
     num_queries: int = 1
+
+    def goes_on(self, ends: list[int]) -> bool:
+        """Takes the query behind it, if its ranges move as those before."""
+        moves = [end - before for end, before in zip(ends, self.last, strict=False)]
+        if len(ends) != len(self.last) or not {*moves} <= {0, 1} or self.moves not in (None, moves):
+            return False
+        self.last, self.moves = ends, moves
+        self.num_queries += 1
+        return True
 
     def __str__(self) -> str:
         moves = self.moves or [0] * len(self.ends)

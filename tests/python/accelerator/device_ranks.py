@@ -161,19 +161,20 @@ def tables_of_a_loader(
     rank: int, world: int, micro_batches: int | None, told: bool, name: str
 ) -> list[tuple[list[Tensor], sim.Counted]]:
     """The results of a pass over a loader, and what was counted, on the CPU and on the device of this name. told:
-    whether the loader gets the device. Only tables are copied: batches are made on it."""
+    whether the balancer is told of the device. Only tables are copied: batches are made on it."""
     group = sim.new_group()
     lens = [[40 + 5 * rank + step, 3] for step in range(6 * (micro_batches or 1))]
     results = []
     for device in ("cpu", name):
         balancer = SequenceBalancer(f"g{world}n1", group=group, d_model=8)
-        options: dict[str, Any] = {"device": device} if told else {}
+        if told:
+            balancer.expect_device(device)
         loader: Any
         if micro_batches is None:
-            loader = BalancedLoader(lens, balancer, seq_lens=lambda own: own, empty=list, **options)
+            loader = BalancedLoader(lens, balancer, seq_lens=lambda own: own, empty=list)
         else:
             samples = [[{"x": torch.zeros(n)} for n in of_batch] for of_batch in lens]
-            loader = BalancedStepLoader(samples, balancer, micro_batches, per_token=["x"], **options)
+            loader = BalancedStepLoader(samples, balancer, micro_batches, per_token=["x"])
         values = []
         with sim.counted() as counted:
             for _, plan in loader:
@@ -192,7 +193,8 @@ def samples_in_pinned_memory(rank: int, world: int) -> list[tuple[bool, bool]]:
     balancer = SequenceBalancer(f"g1n{world}", group=sim.new_group(), d_model=8)
     lens = [40, 30, 20, 10] if rank == 0 else []
     batches = [[{"x": torch.arange(n, dtype=torch.float32)} for n in lens] for _ in range(3)]
-    loader: Any = BalancedStepLoader(batches, balancer, 1, per_token=["x"], device="sim")
+    balancer.expect_device("sim")
+    loader: Any = BalancedStepLoader(batches, balancer, 1, per_token=["x"])
     chunks = []
     for samples, _ in loader:
         for sample, (_, begin, end) in zip(samples, loader.chunks, strict=True):
