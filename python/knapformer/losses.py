@@ -2,7 +2,8 @@
 
 The mean of the ranks' means is not the mean over all data: a token would weigh more on a rank with few tokens. Here
 every rank divides its own sum by the count over all ranks. The returned loss is scaled so that, after the gradient
-reduction of DDP or FSDP (a mean over ranks by default), the gradient is that of the mean over all data.
+reduction of DDP or FSDP (a mean over ranks by default), the gradient is that of the mean over all data. Where gradients
+are added up over ranks instead, divide it by their number.
 
     loss = token_mean(per_token)          # per_token: (tokens,), after reverse_route
     loss.backward()
@@ -26,7 +27,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,8 +38,6 @@ from knapformer.device_copies import to_device
 from knapformer.sample_values import checked_integers, integer
 from knapformer.trainers import check_nothing_divides
 
-GradientReduction = Literal["mean", "sum"]
-
 _REFUSED = -(2**48)  # in place of a count, of a rank that raises an error: it outweighs the counts of all others
 _ELSEWHERE = "count: got none from another rank, which has raised an error of its own; expected one from each"
 
@@ -48,7 +47,6 @@ def token_mean(
     *,
     total: int | None = None,
     group: dist.ProcessGroup | None = None,
-    gradient_reduction: GradientReduction = "mean",
     loss_divisor: int | None = None,
 ) -> Tensor:
     """The mean over all tokens of all ranks.
@@ -56,7 +54,6 @@ def token_mean(
     per_token: (tokens,), the loss of each token of this rank; may be empty. Leave out tokens that bear no loss.
     total: the number of tokens of all ranks that bear a loss, over all micro-batches of a step; saves the all-reduce.
     group: the ranks that gradients are reduced over. None: the world; one rank where torch.distributed is not in use.
-    gradient_reduction: what the training loop does with gradients over these ranks.
     loss_divisor: what the training loop divides the loss by before its backward pass; the loss is multiplied by it.
         None: by nothing, which is an error while accelerate accumulates micro-batches, and, with `total`, where
         Lightning, transformers' Trainer or DeepSpeed is imported.
@@ -66,7 +63,7 @@ def token_mean(
     """
     with _refused_on_all_ranks(total is None, group):
         _check_vector("per_token", per_token)
-        factor = _factor(group, gradient_reduction, loss_divisor, total)
+        factor = _factor(group, loss_divisor, total)
     return _share_of_mean(per_token.sum(dtype=_wide(per_token)), len(per_token), total, group, factor)
 
 
@@ -77,7 +74,6 @@ def sample_mean(
     sample_lens: Sequence[int] | Tensor | None = None,
     total: int | None = None,
     group: dist.ProcessGroup | None = None,
-    gradient_reduction: GradientReduction = "mean",
     loss_divisor: int | None = None,
 ) -> Tensor:
     """The mean over all samples of all ranks. Each sample, short or long, counts once, with the mean over its tokens.
@@ -88,7 +84,7 @@ def sample_mean(
     """
     with _refused_on_all_ranks(total is None, group):
         _check_vector("per_token", per_token)
-        factor = _factor(group, gradient_reduction, loss_divisor, total)
+        factor = _factor(group, loss_divisor, total)
         lens = checked_integers("seq_lens", seq_lens)
         shortest = 1 if sample_lens is None else 0
         if int(lens.sum()) != len(per_token) or (len(lens) > 0 and int(lens.min()) < shortest):
@@ -123,20 +119,15 @@ def count_over_ranks(count: int, group: dist.ProcessGroup | None = None) -> int:
     return total
 
 
-def global_mean(
-    loss: Tensor,
-    group: dist.ProcessGroup | None = None,
-    gradient_reduction: GradientReduction = "mean",
-    loss_divisor: int | None = None,
-) -> Tensor:
+def global_mean(loss: Tensor, group: dist.ProcessGroup | None = None, loss_divisor: int | None = None) -> Tensor:
     """The mean over all data, made of what token_mean or sample_mean returned on each rank; detached, to look at. Of a
     micro-batch it is the part of the step's mean.
 
-    A collective of the group. group, gradient_reduction, loss_divisor: as they were given to that function.
+    A collective of the group. group, loss_divisor: as they were given to that function.
     """
     if not isinstance(loss, Tensor) or loss.ndim != 0:
         raise ArgumentError(f"loss: got {_kind(loss)}, expected what token_mean or sample_mean returned")
-    factor = _factor(group, gradient_reduction, loss_divisor, None)
+    factor = _factor(group, loss_divisor, None)
     whole = loss.detach().clone()
     if _num_ranks(group) > 1:
         dist.all_reduce(whole, group=group)
@@ -162,17 +153,13 @@ def _num_ranks(group: dist.ProcessGroup | None) -> int:
     return dist.get_world_size(group) if group is not None or dist.is_initialized() else 1
 
 
-def _factor(
-    group: dist.ProcessGroup | None, reduction: GradientReduction, loss_divisor: int | None, total: int | None
-) -> int:
+def _factor(group: dist.ProcessGroup | None, loss_divisor: int | None, total: int | None) -> int:
     """A rank's share is multiplied by what is divided by later: a gradient reduction by mean divides by the number of
     ranks."""
-    if reduction not in ("mean", "sum"):
-        raise ArgumentError(f"gradient_reduction: got {reduction!r}, expected 'mean' or 'sum'")
     if loss_divisor is None and torch.is_grad_enabled():
         check_nothing_divides(total)
     divisor = 1 if loss_divisor is None else integer("loss_divisor", loss_divisor, 1)
-    return divisor * (_num_ranks(group) if reduction == "mean" else 1)
+    return divisor * _num_ranks(group)
 
 
 def _share_of_mean(

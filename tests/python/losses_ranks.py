@@ -68,7 +68,6 @@ def alone(mean: str, steps: tuple[Step, ...]) -> Outcome:
 def on_ranks(case: Case) -> Outcome:
     """Collective."""
     rank = dist.get_rank()
-    reduction = "sum" if case.wrapper == "sum" else "mean"
     outcome = []
     for index, step in enumerate(case.steps):
         model = _new_model()
@@ -82,11 +81,11 @@ def on_ranks(case: Case) -> Outcome:
         if case.count == "total":
             total = count_over_ranks(len(x) if case.mean == "token" else len(step[rank]))
         if case.mean == "token":
-            loss = token_mean(per_token, total=total, gradient_reduction=reduction)
+            loss = token_mean(per_token, total=total)
         else:
-            loss = sample_mean(per_token, step[rank], total=total, gradient_reduction=reduction)
-        loss.backward()
-        outcome.append((global_mean(loss, gradient_reduction=reduction).item(), _reduced(model, case.wrapper)))
+            loss = sample_mean(per_token, step[rank], total=total)
+        (loss / dist.get_world_size() if case.wrapper == "sum" else loss).backward()
+        outcome.append((global_mean(loss).item(), _reduced(model, case.wrapper)))
     return outcome
 
 

@@ -136,10 +136,6 @@ def test_wrong_arguments_are_named() -> None:
         (lambda: sample_mean(three, [3], sample_lens=[8.9], total=1), r"sample_lens: got torch\.float32"),
         (lambda: token_mean(three, total=2), "total: got 2, expected at least the 3 of this rank"),
         (lambda: token_mean(three, group=[0]), r"group: got \[0\], expected a process group"),
-        (
-            lambda: token_mean(three, gradient_reduction="none"),
-            "gradient_reduction: got 'none', expected 'mean' or 'sum'",
-        ),
         (lambda: global_mean(3.0), "loss: got float, expected what token_mean"),
         (lambda: global_mean(three), "loss: got torch.float32 of shape"),
     ):
