@@ -7,7 +7,6 @@ import operator
 import sys
 import warnings
 from collections.abc import Sequence
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from knapformer._core import MAX_MAGNITUDE, ArgumentError, attention_pairs
 
-_MAX_REPEATS = 2**31 - 1  # their sum over all samples is an int64
 _LONGEST_TEXT = 1000  # that is told as it is
 
 
@@ -65,13 +63,6 @@ def checked_integers(
         for extreme in extremes(checked):
             integer(name, extreme, low, high)
     return checked
-
-
-def checked_repeats(values: Any, num_samples: int) -> Tensor:
-    """How often each sample stands in an epoch, of a number for all of them or one for each."""
-    if isinstance(values, Integral):
-        return torch.tensor(integer("repeats", values, 1, _MAX_REPEATS)).expand(num_samples)
-    return checked_integers("repeats", values, num_samples, 0, _MAX_REPEATS)
 
 
 def checked_masks(masks: Any, lengths: Tensor) -> list[str]:

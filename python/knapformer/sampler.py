@@ -23,15 +23,7 @@ from knapformer.agreement import check_equal_on_ranks
 from knapformer.cost import Cost, CostSettings
 from knapformer.epoch_order import EpochOrder
 from knapformer.planning import attention_pairs, plan
-from knapformer.sample_values import (
-    checked_integers,
-    checked_masks,
-    checked_numbers,
-    checked_repeats,
-    described,
-    extremes,
-    integer,
-)
+from knapformer.sample_values import checked_integers, checked_masks, checked_numbers, described, extremes, integer
 from knapformer.shared_samples import gives_shared_samples
 from knapformer.trainers import keep_lists
 
@@ -39,6 +31,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _MAX_SEED = 2**62  # of an epoch, too: torch takes their sum as a seed
+_MAX_REPEATS = 2**31 - 1  # their sum over all samples is an int64
 _STEPS_KEPT = 8  # plans that are kept: a DataLoader's workers fetch ahead of the step that a trainer asks for
 
 
@@ -94,9 +87,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
     topology: of bags of ranks, as a SequenceBalancer takes it ("g2/1n4"), the same in all steps: not "auto", but
         what `rank_topologies` puts first. For models that compute a part of a sample and call the balancer's attention,
         such as those of `knapformer.balance`, called with placed=True. None: every sample is whole on one rank.
-    repeats: how often a sample stands in an epoch: an integer for all, or one for each, in the form of `lengths`; 0
-        leaves it out. An epoch is that of a DistributedSampler over data in which each sample stands so often, in
-        adjacent places. None: once.
+    repeats: how often each sample stands in an epoch, in the form of `lengths`; 0 leaves it out. An epoch is that of a
+        DistributedSampler over data in which each sample stands so often, in adjacent places. None: once.
     weights, num_samples: as of WeightedRandomSampler: an epoch is num_samples samples, which are drawn with replacement
         in proportion to the weights, alike on all ranks and anew in each epoch. weights are numbers from 0 on, in the
         form of `lengths`. num_samples of None: as many as there are lengths.
@@ -136,7 +128,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         shapes: Sequence[int] | Tensor | Any | None = None,
         work: Sequence[float] | Tensor | Any | None = None,
         masks: Sequence[str] | Any | None = None,
-        repeats: int | Sequence[int] | Tensor | Any | None = None,
+        repeats: Sequence[int] | Tensor | Any | None = None,
         weights: Sequence[float] | Tensor | Any | None = None,
         num_samples: int | None = None,
         num_replicas: int | None = None,
@@ -186,7 +178,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
             for extreme in extremes(self._lengths):  # a written mask is of one length
                 attention_pairs(cost.mask, extreme)
         of_weights = None if weights is None else checked_numbers("weights", weights, size, 0)
-        of_repeats = None if repeats is None else checked_repeats(repeats, size)
+        of_repeats = None if repeats is None else checked_integers("repeats", repeats, size, 0, _MAX_REPEATS)
         epoch_size = size if of_repeats is None else int(of_repeats.sum())
         if num_samples is not None:
             epoch_size = integer("num_samples", num_samples, 1 if size > 0 else 0, None if size > 0 else 0)

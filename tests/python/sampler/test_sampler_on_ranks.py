@@ -26,7 +26,7 @@ OTHER = {
     "shapes": ([0, 1] * 18, {"same_shape": True}),
     "work": ([1.5 * length for length in LENGTHS], {}),
     "masks": (["causal"] * 35 + ["full"], {"masks": ["causal"] * 36}),
-    "repeats": (2, {}),
+    "repeats": ([2] * 36, {}),
     "weights": ([1.0, 2.0] * 18, {}),
     "num_samples": (30, {"weights": [1.0] * 36}),
     "shuffle": (False, {}),
