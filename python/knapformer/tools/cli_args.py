@@ -43,23 +43,23 @@ def number(low: float = 0, inclusive: bool = False) -> Callable[[str], float]:
 
 
 def counts(text: str, argument: str, high: int) -> list[int]:
-    """'32,128,...,2048' is 32, 128, 512, 2048: dots go on by the ratio of the two before, up to the next count.
+    """'32,128,...,2048' is 32, 128, 512, 2048: dots go on by the ratio of the two before, up to the last count.
 
     Raises ArgumentError, naming `argument`.
     """
-    values: list[int] = []
-    items = [part.strip() for part in text.split(",")]
     try:
-        for item, after in zip(items, [*items[1:], ""], strict=True):
-            if item != "...":
-                values.append(integer(1, high)(item))
-                continue
-            (ratio, rest), last = divmod(values[-1], values[-2]), int(after)
-            if ratio < 2 or rest or last <= values[-1]:
+        first, dots, last = text.partition(",...,")
+        values = list(map(int, first.split(",")))
+        if dots:
+            (ratio, rest), end = divmod(values[-1], values[-2]), int(last)
+            if ratio < 2 or rest or end <= values[-1]:
                 raise ValueError
-            while values[-1] * ratio < last:
+            while values[-1] * ratio < end:
                 values.append(values[-1] * ratio)
-    except (ValueError, IndexError, argparse.ArgumentTypeError):
+            values.append(end)
+        if not all(1 <= value <= high for value in values):
+            raise ValueError
+    except (ValueError, ArithmeticError, IndexError):
         expected = f"counts from 1 to {high}, such as 32,128,...,2048, where dots go on by a whole factor"
         raise ArgumentError(f"{argument}: got {text!r}, expected {expected}") from None
     return values

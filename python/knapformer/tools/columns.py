@@ -31,7 +31,6 @@ MEANINGS = tuple(_NAMES)
 _MEANING_OF = {name: meaning for meaning, names in _NAMES.items() for name in names}
 # What a trainer made of a sample for its model; other columns of the same meaning are of the file it was made from.
 _TRAINED = ("train_resolution", "target_size", "bucket_frames")
-_SIZES = (("width", "height"), ("size",))
 
 
 class MaskedLength(int):
@@ -72,7 +71,8 @@ class Columns:
                 raise ArgumentError(f"--columns: got {meaning}={name!r}, expected one of {_quoted(names)}")
         found = dict(given) or _recognised(names)
         _check_unambiguous(found)
-        if "length" not in found and (preset is None or not any(found.keys() >= set(of) for of in _SIZES)):
+        has_size = preset is not None and ("size" in found or found.keys() >= {"width", "height"})
+        if "length" not in found and not has_size:
             sizes = "" if preset is None else ", or of widths and heights in pixels"
             raise ValueError(
                 f"columns: got {_quoted(names)}, expected a column of lengths in tokens{sizes}; name them with "
@@ -140,9 +140,8 @@ def _check_unambiguous(found: Mapping[str, str]) -> None:
     columns = {meaning: [name] for meaning, name in found.items()}
     if "length" in found and found.keys() - {"length", "mask", "text"}:  # of all tokens, or frames, or its caption's?
         _refuse(found.values(), "the tokens of a sample, or its size", columns)
-    sizes = [of for of in _SIZES if found.keys() >= set(of)]
-    if len(sizes) > 1:
-        _refuse([found[meaning] for of in sizes for meaning in of], "one size in pixels", columns)
+    if found.keys() >= {"width", "height", "size"}:
+        _refuse([found[of] for of in ("width", "height", "size")], "one size in pixels", columns)
     if "frames" not in found and ("fps" in found) != ("duration" in found):
         _refuse(found.values(), "both fps and duration, or frames, or pictures", columns)
 
