@@ -181,20 +181,17 @@ def checked_field(name: str, value: Any, default: object, low: int = 1) -> Any:
     Returns the value, lists of integers as tuples. Where the default is None or a text, any value is taken. Raises
     ArgumentError.
     """
+    kind = type(value)
     if isinstance(default, bool):
-        expected, good = "true or false", isinstance(value, bool)
+        expect(kind is bool, name, value, "true or false")
     elif isinstance(default, tuple):
-        expected = "a list of integers >= 0"
-        good = isinstance(value, (list, tuple)) and all(type(item) is int and item >= 0 for item in value)
-        value = tuple(value) if good else value
+        good = kind in (list, tuple) and all(type(item) is int and item >= 0 for item in value)
+        expect(good, name, value, "a list of integers >= 0")
+        return tuple(value)
     elif isinstance(default, float):
-        expected = "a finite number > 0"
-        good = type(value) in (int, float) and math.isfinite(value) and value > 0
+        expect(kind in (int, float) and 0 < value < math.inf, name, value, "a finite number > 0")
     elif isinstance(default, int):
-        expected, good = f"an integer from {low} to 2^24", type(value) is int and low <= value <= 1 << 24
-    else:
-        return value
-    expect(good, name, value, expected)
+        expect(kind is int and low <= value <= 1 << 24, name, value, f"an integer from {low} to 2^24")
     return value
 
 

@@ -163,10 +163,11 @@ class MiniMaxH3(Adapter):
 
 
 def _layout(size: Any, part: int) -> Tensor:
-    """Places of text (0), video (1) and audio (2) among the tokens of a random sample."""
+    """Places of text (0), video (1) and audio (2) among the tokens of a random sample: they lie in a few pieces."""
     counts = [size.text_tokens, size.visual_tokens, 4]
-    order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(sum(counts)))
-    return order.split(counts)[part]
+    pieces = torch.arange(sum(counts)).chunk(8)
+    order = torch.randperm(len(pieces), generator=torch.Generator().manual_seed(sum(counts)))
+    return torch.cat([pieces[i] for i in order]).split(counts)[part]
 
 
 def _spread(size: Any, *values: int) -> Tensor:

@@ -4,34 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from knapformer.adapters.check import (
-    GRADIENTS,
-    SIZES,
-    Size,
-    SmallModel,
-    gradient_errors,
-    gradients,
-    one_by_one,
-    relative_error,
-    sample_loss,
-    seeded,
-)
+from knapformer.adapters.check import GRADIENTS, SmallModel, gradient_errors
 from torch import Tensor
-
-__all__ = [
-    "SIZES",
-    "Sample",
-    "Size",
-    "SmallModel",
-    "assert_gradients_equal",
-    "cases",
-    "gradients",
-    "of",
-    "one_by_one",
-    "relative_error",
-    "sample_loss",
-    "seeded",
-]
 
 Sample = dict[str, Any]
 

@@ -6,8 +6,8 @@ import os
 
 import torch
 from adapters.adapters_ranks import FLUX, HOMES, TOPOLOGIES, samples_of
-from adapters.cases import sample_loss
 from exactness_ranks import CLUSTER
+from knapformer.adapters.check import sample_loss
 
 import knapformer
 

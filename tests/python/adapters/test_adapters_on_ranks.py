@@ -21,8 +21,9 @@ from adapters.adapters_ranks import (
     on_ranks,
     samples_of,
 )
-from adapters.cases import assert_gradients_equal, cases, one_by_one, relative_error
+from adapters.cases import assert_gradients_equal, cases
 from distributed.ranks import run_ranks
+from knapformer.adapters.check import one_by_one, relative_error
 
 CASES = cases()
 OTHERS = {

@@ -8,22 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from adapters.cases import (
-    SIZES,
-    Sample,
-    SmallModel,
-    assert_gradients_equal,
-    cases,
-    gradients,
-    of,
-    one_by_one,
-    relative_error,
-    sample_loss,
-    seeded,
-)
+from adapters.cases import Sample, assert_gradients_equal, cases, of
 from distributed.ranks import run_ranks
 from knapformer.adapters import Predictions
 from knapformer.adapters.backend import attend_by
+from knapformer.adapters.check import SIZES, SmallModel, gradients, one_by_one, relative_error, sample_loss, seeded
 from knapformer.models import PackedAttention, set_checkpointing
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

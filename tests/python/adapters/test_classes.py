@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from adapters.cases import SIZES, Sample, cases
+from adapters.cases import Sample, cases
 from knapformer.adapters import registry
 from knapformer.adapters.adapter import Part
+from knapformer.adapters.check import SIZES
 from torch import nn
 
 import knapformer

@@ -7,9 +7,10 @@ import importlib.util
 import pytest
 import torch
 from adapters.adapters_ranks import FLUX, samples_of
-from adapters.cases import assert_gradients_equal, one_by_one, sample_loss
+from adapters.cases import assert_gradients_equal
 from adapters.deepspeed_ranks import on_ranks
 from distributed.ranks import run_ranks
+from knapformer.adapters.check import one_by_one, sample_loss
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")

@@ -8,10 +8,10 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from adapters.cases import SIZES, Sample, assert_gradients_equal, cases, gradients, one_by_one, sample_loss
+from adapters.cases import Sample, assert_gradients_equal, cases
 from distributed.ranks import run_ranks
 from exactness_ranks import CLUSTER
-from knapformer.adapters.check import Size
+from knapformer.adapters.check import SIZES, Size, gradients, one_by_one, sample_loss
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from adapters.cases import SIZES, Sample, Size, cases, relative_error
+from adapters.cases import Sample, cases
+from knapformer.adapters.check import SIZES, Size, relative_error
 
 import knapformer
 
