@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from knapformer import ArgumentError
 from knapformer.adapters.adapter import Home, Moved, OfSequences, Part, RunBlock, random_mask, runs_of
-from knapformer.adapters.context import context_of_rows, rows_of_context
 from knapformer.adapters.joint import JointAdapter, JointChunks, PartChunks, counts_of, parts_attention, parts_of
-from knapformer.adapters.samples import Samples
+from knapformer.adapters.samples import Samples, context_of_rows, rows_of_context
 from knapformer.device_copies import to_device
 from knapformer.models.attention import PackedCrossAttention
 from knapformer.models.packing import Segments, TwoStreams, gated_add, lengths_list, modulate

@@ -16,7 +16,7 @@ from torch import Tensor
 from knapformer import ArgumentError
 from knapformer.adapters.adapter import Adapter, Chunks, Home, Moved, Packed, Part, RunBlock, rotation_of, runs_of
 from knapformer.adapters.joint import self_attention, stream_block
-from knapformer.adapters.samples import Samples, on_host
+from knapformer.adapters.samples import Samples, check_shape, on_host
 from knapformer.device_copies import to_device
 from knapformer.models.packing import modulate
 
@@ -130,8 +130,7 @@ class MiniMaxH3(Adapter):
         """So many of each sample, from 0 to below its end, on the CPU: those that come on a device cost a wait."""
         values = [samples.tensor(i, name) for i in range(len(samples))]
         for i, (value, count) in enumerate(zip(values, counts, strict=True)):
-            if value.shape != (count,):
-                raise ArgumentError(f"samples[{i}][{name!r}]: got shape {tuple(value.shape)}, expected ({count},)")
+            check_shape(f"samples[{i}][{name!r}]", value, (count,))
         found = on_host([value.long() for value in values])
         for i, (value, end) in enumerate(zip(found, ends, strict=True)):
             if len(other := value[(value < 0) | (value >= end)]):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from knapformer import ArgumentError
 from knapformer.device_copies import to_device
+from knapformer.models.packing import lengths_list, positions, segment_index
 
 Sample = Mapping[str, Any]
 
@@ -67,12 +68,9 @@ class Samples:
         batch of 0, so that the weights that read it get gradients."""
         grids = []
         for i in range(len(self)):
-            shape = tuple(self.tensor(i, name).shape)
-            fits = len(shape) == 2 + len(patch) and shape[:2] == (1, channels)
-            if not fits or any(size < p or size % p for size, p in zip(shape[2:], patch, strict=True)):
-                expected = f"(1, {channels}, ...) with sizes that are multiples of {tuple(patch)}"
-                raise ArgumentError(f"samples[{i}][{name!r}]: got shape {shape}, expected {expected}")
-            grids.append(tuple(size // p for size, p in zip(shape[2:], patch, strict=True)))
+            value = self.tensor(i, name)
+            check_shape(f"samples[{i}][{name!r}]", value, (1, channels, *["size"] * len(patch)), (1, 1, *patch))
+            grids.append(tuple(size // p for size, p in zip(value.shape[2:], patch, strict=True)))
         return self.values(name) or [self.like.new_zeros((0, channels, *patch))], grids
 
     def rows_like(self, name: str, width: int, lens: Sequence[int]) -> Tensor:
@@ -187,11 +185,44 @@ class Samples:
         return value
 
 
+def check_shape(where: str, value: Tensor, shape: tuple[int | str, ...], multiples: tuple[int, ...] = ()) -> None:
+    """shape: a text stands for any size. Raises ArgumentError."""
+    got = tuple(value.shape)
+    fits = len(got) == len(shape) and all(isinstance(n, str) or n == size for n, size in zip(shape, got, strict=True))
+    if not fits or any(size < n or size % n for size, n in zip(got, multiples, strict=False)):
+        expected = str(shape).replace("'", "") + (f" in multiples of {multiples}" if multiples else "")
+        raise ArgumentError(f"{where}: got shape {got}, expected {expected}")
+
+
 def one_after_another(*streams: tuple[Tensor, Sequence[int]]) -> tuple[Tensor, list[int]]:
     """Packed streams, with the rows of each sample in them -> for each sample its rows of all streams; and how many."""
     parts = zip(*(rows.split(list(lens)) for rows, lens in streams), strict=True)
     lens = [sum(of) for of in zip(*(lens for _, lens in streams), strict=True)]
     return torch.cat([*(rows[:0] for rows, _ in streams), *itertools.chain(*parts)]), lens
+
+
+def rows_of_context(name: str, tokens: Tensor, lens: list[int], room: int, limit: str) -> list[Tensor]:
+    """What tokens cross-attend to travels beside their sequence as one row: (tokens, width) -> (samples, room * width),
+    with zeros behind each context; and the contexts' lengths. limit: the room, for the error."""
+    for i, length in enumerate(lens):
+        if length > room:
+            raise ArgumentError(f"samples[{i}][{name!r}]: got {length} tokens, expected at most {limit}")
+    rows = tokens.new_zeros((len(lens) * room, tokens.shape[1]))
+    rows = rows.index_copy(0, _places_in_rooms(lens, room, tokens.device), tokens)
+    # The lengths stay on the CPU, where the host reads them.
+    return [rows.reshape(len(lens), room * tokens.shape[1]), torch.tensor(lens, dtype=torch.int64)]
+
+
+def context_of_rows(rows: Tensor, lens: Tensor, width: int) -> Tensor:
+    """The inverse of rows_of_context, for this rank's chunks."""
+    room = rows.shape[1] // width
+    places = _places_in_rooms(lengths_list(lens), room, rows.device)
+    return rows.reshape(len(lens) * room, width).index_select(0, places)
+
+
+def _places_in_rooms(lens: list[int], room: int, device: torch.device) -> Tensor:
+    """(tokens,) int64: where packed tokens lie among rows of `room` tokens a sequence."""
+    return to_device(segment_index(lens) * room + positions(lens), device)
 
 
 def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from knapformer import ArgumentError, StateError
+from knapformer import StateError
 from knapformer.adapters.adapter import (
     Adapter,
     Chunks,
@@ -27,8 +27,7 @@ from knapformer.adapters.adapter import (
     rotation_rows,
     runs_of,
 )
-from knapformer.adapters.context import context_of_rows, rows_of_context
-from knapformer.adapters.samples import Samples, one_after_another
+from knapformer.adapters.samples import Samples, check_shape, context_of_rows, one_after_another, rows_of_context
 from knapformer.models.attention import PackedCrossAttention
 from knapformer.models.packing import gated_add, modulate
 
@@ -121,10 +120,8 @@ class Wan(Adapter):
         videos, grids = samples.grids("hidden_states", config.in_channels, config.patch_size)
         lens = list(map(math.prod, grids))
         x = torch.cat([model.patch_embedding(video).flatten(2).transpose(1, 2).flatten(0, 1) for video in videos])
-        rotations = [
-            rotation_rows(*(t.flatten(0, 2) for t in model.rope(video)))
-            for video, _ in zip(videos, grids, strict=False)
-        ]
+        angles = (model.rope(video) for video, _ in zip(videos, grids, strict=False))
+        rotations = [rotation_rows(*(t.flatten(0, 2) for t in of_video)) for of_video in angles]
         wide = torch.promote_types(torch.float32, model.rope.freqs_cos.dtype)
         rotation = torch.cat([x.new_zeros((0, config.attention_head_dim // 2, 2), dtype=wide), *rotations])
 
@@ -165,19 +162,11 @@ class Wan(Adapter):
     @staticmethod
     def _images(image_embedder: Any, samples: Samples, config: Any) -> tuple[Tensor, list[int]]:
         """Embedded sample by sample: with a position table, two pictures (first and last frame) are one context."""
-        values = [samples.tensor(i, "encoder_hidden_states_image") for i in range(len(samples))]
+        name, room = "encoder_hidden_states_image", config.pos_embed_seq_len
+        values = [samples.tensor(i, name) for i in range(len(samples))]
         for i, value in enumerate(values):
-            room, width = config.pos_embed_seq_len, config.image_dim
-            fits = (
-                value.ndim == 3 and value.shape[::2] == (1, width)
-                if room is None
-                else value.shape == (2, room // 2, width)
-            )
-            if not fits:
-                expected = f"(1, tokens, {width})" if room is None else f"(2, {room // 2}, {width})"
-                raise ArgumentError(
-                    f"samples[{i}]['encoder_hidden_states_image']: got shape {tuple(value.shape)}, expected {expected}"
-                )
+            shape = (1, "tokens") if room is None else (2, room // 2)
+            check_shape(f"samples[{i}][{name!r}]", value, (*shape, config.image_dim))
         if not values:  # no rows, but computed through the weights, for their gradients
             none = samples.like.new_zeros((1, 0, config.image_dim))
             none = none if image_embedder.pos_embed is None else none + image_embedder.pos_embed[:, :0]

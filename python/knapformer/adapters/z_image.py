@@ -12,7 +12,7 @@ from torch import Tensor
 from knapformer import ArgumentError, StateError
 from knapformer.adapters.adapter import Chunks, Home, Moved, Packed, RunBlock, rotation_of
 from knapformer.adapters.joint import JointAdapter, self_attention
-from knapformer.adapters.samples import Samples
+from knapformer.adapters.samples import Samples, check_shape
 from knapformer.models.packing import gated_add, modulate
 
 
@@ -70,8 +70,9 @@ class ZImage(JointAdapter):
         patch, (embedder,) = self._patch(model), model.all_x_embedder.values()
         images, texts, sizes = [], [], []
         for i in range(len(samples)):
-            image = _checked(samples, i, "x", (model.in_channels, None, None, None), (1, patch[1], patch[0], patch[0]))
-            text = _checked(samples, i, "cap_feats", (None, model.config.cap_feat_dim))
+            sides = ("frames", "height", "width")
+            image = _checked(samples, i, "x", (model.in_channels, *sides), (1, patch[1], patch[0], patch[0]))
+            text = _checked(samples, i, "cap_feats", ("tokens", model.config.cap_feat_dim))
             xs, caps, of_size, *of = model.patchify_and_embed([image], [text], *patch)
             sizes += of_size
             # Tokens, their places, and which of them are padding.
@@ -108,18 +109,12 @@ class ZImage(JointAdapter):
         return model.all_patch_size[0], model.all_f_patch_size[0]
 
 
-def _checked(
-    samples: Samples, i: int, name: str, shape: tuple[int | None, ...], multiples: tuple[int, ...] = ()
-) -> Tensor:
+def _checked(samples: Samples, i: int, name: str, *shape: tuple[Any, ...]) -> Tensor:
     """The tensor that this argument, a list, holds."""
     values = samples.values(name)[i]
     if not isinstance(values, list) or len(values) != 1 or not isinstance(values[0], Tensor):
         raise ArgumentError(f"samples[{i}][{name!r}]: got {type(values).__name__}, expected a list of one tensor")
-    got = tuple(values[0].shape)
-    fits = len(got) == len(shape) and all(want in (None, size) for want, size in zip(shape, got, strict=True))
-    if not fits or any(size % multiple for size, multiple in zip(got, multiples, strict=False)):
-        expected = f"{shape}{f' in multiples of {multiples}' if multiples else ''}"
-        raise ArgumentError(f"samples[{i}][{name!r}]: got shape {got}, expected {expected}")
+    check_shape(f"samples[{i}][{name!r}]", values[0], *shape)
     return values[0]
 
 

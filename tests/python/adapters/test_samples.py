@@ -76,7 +76,7 @@ def test_inputs_of_other_dtypes_are_those_of_diffusers(case: str, name: str, dty
         ("hunyuan-video", "encoder_attention_mask", torch.eye(7)[1:2], "got 1 after 0, expected the padding behind"),
         ("hunyuan-video", "encoder_attention_mask", torch.zeros(1, 7), "got a text without a token that counts, ex"),
         ("hunyuan-video15", "encoder_attention_mask", torch.zeros(1, 7), "got a text without a token that counts, ex"),
-        ("z-image", "x", [torch.rand(3, 1, 7, 4)], "got shape (3, 1, 7, 4), expected (3, None, None, None) in multip"),
+        ("z-image", "x", [torch.rand(3, 1, 7, 4)], "got shape (3, 1, 7, 4), expected (3, frames, height, width) in m"),
         ("minimax-h3", "video_indices", torch.arange(12, 27), "got 26, expected numbers from 0 to 25"),
         ("qwen-image21", "encoder_hidden_states_mask", torch.zeros(1, 1) > 0, "got 1 flags, expected 9"),
         ("minimax-h3", "token_tags", torch.zeros(3).long(), "got shape (3,), expected (26,)"),
