@@ -89,9 +89,9 @@ class BalancedBatchSampler(Sampler[list[int]]):
         such as those of `knapformer.balance`, called with placed=True. None: every sample is whole on one rank.
     repeats: how often each sample stands in an epoch, in the form of `lengths`; 0 leaves it out. An epoch is that of a
         DistributedSampler over data in which each sample stands so often, in adjacent places. None: once.
-    weights, num_samples: as of WeightedRandomSampler: an epoch is num_samples samples, which are drawn with replacement
-        in proportion to the weights, alike on all ranks and anew in each epoch. weights are numbers from 0 on, in the
-        form of `lengths`. num_samples of None: as many as there are lengths.
+    weights: as of WeightedRandomSampler: an epoch is as many samples as there are lengths, which are drawn with
+        replacement in proportion to the weights, alike on all ranks and anew in each epoch. Numbers from 0 on, in the
+        form of `lengths`.
     num_replicas, rank: the number of data-parallel ranks; this rank. None: as in the default process group, or 1 and 0.
     shuffle, seed: as of DistributedSampler.
     same_shape: for trainers that stack or pad. Samples of equal shape are adjacent in a list, which itertools.groupby
@@ -130,7 +130,6 @@ class BalancedBatchSampler(Sampler[list[int]]):
         masks: Sequence[str] | Any | None = None,
         repeats: Sequence[int] | Tensor | Any | None = None,
         weights: Sequence[float] | Tensor | Any | None = None,
-        num_samples: int | None = None,
         num_replicas: int | None = None,
         rank: int | None = None,
         shuffle: bool = True,
@@ -159,7 +158,6 @@ class BalancedBatchSampler(Sampler[list[int]]):
             ("topology", same_shape, "with same_shape=True"),
             ("work", same_shape, "with same_shape=True"),
             ("masks", same_shape, "with same_shape=True"),
-            ("num_samples", weights is None, "without weights"),
             ("repeats", weights is not None, "with weights"),
         ):
             if is_refused and given[name] is not None:
@@ -180,8 +178,6 @@ class BalancedBatchSampler(Sampler[list[int]]):
         of_weights = None if weights is None else checked_numbers("weights", weights, size, 0)
         of_repeats = None if repeats is None else checked_integers("repeats", repeats, size, 0, _MAX_REPEATS)
         epoch_size = size if of_repeats is None else int(of_repeats.sum())
-        if num_samples is not None:
-            epoch_size = integer("num_samples", num_samples, 1 if size > 0 else 0, None if size > 0 else 0)
         self._order = EpochOrder(epoch_size, shuffle, seed, of_repeats, of_weights)
         self._micro_batches, self._num_ranks, self._rank = micro_batches, num_replicas, rank
         self._step_size = num_replicas * micro_batches * batch_size

@@ -107,8 +107,6 @@ def test_a_batch_may_be_larger_than_the_data():
         ({"weights": [0.0] * 4}, "weights: got 0.0 to 0.0, expected some positive, no negative, finite numbers"),
         ({"weights": [1.0, -1.0, 1.0, 1.0]}, "weights: got -1.0 to 1.0, expected some positive, no negative"),
         ({"weights": [1.0] * 4, "shuffle": False}, "shuffle: got False, expected True with weights"),
-        ({"num_samples": 8}, "num_samples: got 8, expected none without weights"),
-        ({"weights": [1.0] * 4, "num_samples": 0}, "num_samples: got 0, expected at least 1"),
         ({"work": [1.0] * 4, "gamma": 0.0}, "gamma: got 0, expected at least"),
     ],
 )

@@ -28,7 +28,6 @@ OTHER = {
     "masks": (["causal"] * 35 + ["full"], {"masks": ["causal"] * 36}),
     "repeats": ([2] * 36, {}),
     "weights": ([1.0, 2.0] * 18, {}),
-    "num_samples": (30, {"weights": [1.0] * 36}),
     "shuffle": (False, {}),
     "seed": (1, {}),
     "drop_last": (True, {}),
