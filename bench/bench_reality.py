@@ -8,7 +8,7 @@ Calibrates the model and the exchange between 2 ranks once, then runs `knapforme
 in turns on the same draws: no balancer, lockstep buckets, a time budget, static sequence parallelism, and the whole
 step planned. Every result is a file in the folder. A trace that has its file is not run again, so the benchmark may be
 stopped at any time. --sizes adds traces of pictures and clips, as docs/real_lengths.py writes them, without captions;
-their tokens are reduced so that the longest has 1,800. The figures cover all results in the folder:
+their tokens are reduced so that the longest has 600. The figures cover all results in the folder:
 
     step      predicted over measured seconds of a step
     gain      predicted over measured gain on "no balancer", in work per time: a verdict rests on it. What slows
@@ -75,7 +75,7 @@ TRACES: dict[str, Callable[[random.Random], list[int]]] = {
 
 def _of_sizes(path: Path) -> Callable[[random.Random], list[int]]:
     tokens = [preset_named("wan-14b").num_tokens(**size, text_tokens=0) for size in json.loads(path.read_text())]
-    return lambda rng: [max(16, n * 1800 // max(tokens)) for n in rng.choices(tokens, k=NUM_LENGTHS)]
+    return lambda rng: [max(16, n * 600 // max(tokens)) for n in rng.choices(tokens, k=NUM_LENGTHS)]
 
 
 def run(*arguments: str) -> None:
