@@ -56,16 +56,14 @@ void bind_planning(BalancerClass& balancer) {
       .def("start_planning",
            [](SequenceBalancer& self, const py::object& seq_lens, const py::object& d_model,
               const py::object& micro_batches, const py::object& ended, const py::object& failure,
-              const py::object& masks, const py::object& work, const py::object& samples,
-              const py::object& max_bytes_in_flight) {
+              const py::object& masks, const py::object& work, const py::object& samples) {
              return convert_then_call(
                  self,
                  [&] {
                    StepData data{.masks = masks_from(masks),
                                  .work = work_from(work),
                                  .num_micro_batches = micro_batches_from(micro_batches),
-                                 .ended = flag_from(ended, "ended"),
-                                 .max_bytes_in_flight = integer_from(max_bytes_in_flight, "max_bytes_in_flight")};
+                                 .ended = flag_from(ended, "ended")};
                    if (!failure.is_none()) data.failure = text_from(failure, "failure");
                    if (!samples.is_none()) {
                      instance_from<Samples>(samples, "samples", "Samples, or None");

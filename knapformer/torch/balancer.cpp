@@ -81,9 +81,7 @@ std::shared_ptr<PlanningAhead> SequenceBalancer::start_planning(std::span<const 
     if (data.samples) {
       KNAPFORMER_ASSERT(std::ranges::equal(data.samples->seq_lens(), seq_lens));
       ahead->samples_ = data.samples;
-      ahead->max_bytes_in_flight_ = data.max_bytes_in_flight;
       own.sample_bytes = data.samples->bytes();
-      fingerprint.add("max_bytes_in_flight", std::to_string(data.max_bytes_in_flight));
       for (const SampleField& field : data.samples->fields()) {
         fingerprint.add(field.name, field.per_token ? "per token" : "per sample");
       }
@@ -160,20 +158,12 @@ void SequenceBalancer::start_moving(PlanningAhead& ahead) {
     if (planned.refused || std::ranges::count(planned.statuses, DataStatus::kFailed) > 0) return;
     const bool pinned =
         std::ranges::any_of(ranks_->devices(), [](const TablesDevice& known) { return !known.device.is_cpu(); });
-    try {
-      ahead.moving_ =
-          std::make_unique<SampleExchange>(ranks_->all(), ranks_->rank(), *planned.step->plan, ahead.samples_,
-                                           planned.sample_bytes, ahead.max_bytes_in_flight_, pinned);
-    } catch (const ArgumentError& error) {  // on all ranks alike
-      ahead.too_large_ = error;
-      return;
-    }
-    ahead.moving_->start();
+    ahead.moving_ = std::make_unique<SampleExchange>(ranks_->all(), ranks_->rank(), *planned.step->plan,
+                                                     *ahead.samples_, planned.sample_bytes, pinned);
   });
 }
 
 std::vector<std::vector<SampleTensors>> SequenceBalancer::finish_moving(PlanningAhead& ahead) {
-  if (ahead.too_large_) throw ArgumentError(*ahead.too_large_);
   return ranks_->collective([&] {
     RECORD_USER_SCOPE("knapformer::finish_moving");
     check_started(ahead);

@@ -52,7 +52,6 @@ struct StepData {
   bool ended = false;                       // this rank's data has ended: see PlanningAhead::num_ended
   std::optional<std::string> failure = {};  // its data has failed, and why: finishing throws on all ranks
   std::shared_ptr<const Samples> samples = {};  // which move: start_moving
-  int64_t max_bytes_in_flight = 0;              // of them, as in SampleExchange
 };
 
 /// A step that is planned while another one computes. Held by the caller, who may drop it unfinished if all ranks do:
@@ -77,9 +76,7 @@ class PlanningAhead {
   std::shared_future<Planned> planned_;
   std::optional<int32_t> num_ended_;
   std::shared_ptr<const Samples> samples_;
-  int64_t max_bytes_in_flight_ = 0;
   std::unique_ptr<SampleExchange> moving_;
-  std::optional<ArgumentError> too_large_;   // a sample
   std::shared_ptr<c10::ThreadPool> thread_;  // of the balancer that started it
   std::stop_source stop_;
 };
@@ -115,8 +112,7 @@ class SequenceBalancer {
   /// Between the two halves, where samples are given: waits for the plan, and starts to move them. What has failed is
   /// thrown by finish_planning, so that it ends no step before.
   void start_moving(PlanningAhead& ahead);
-  /// After finish_planning, once: this rank's chunks by micro-batch. Throws ArgumentError on all ranks where a sample
-  /// is larger than max_bytes_in_flight.
+  /// After finish_planning, once: this rank's chunks by micro-batch.
   std::vector<std::vector<SampleTensors>> finish_moving(PlanningAhead& ahead);
 
   /// The step of a plan that this balancer made: nothing is exchanged. Or of one that every rank made by itself, by any

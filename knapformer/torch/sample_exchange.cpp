@@ -126,13 +126,11 @@ SampleTensors Samples::chunk_of(size_t sample, const Chunk& chunk) const {
   return tensors;
 }
 
-SampleExchange::SampleExchange(std::shared_ptr<CommGroup> group, Rank rank, const StepPlan& plan,
-                               std::shared_ptr<const Samples> own, const std::vector<SampleBytes>& bytes,
-                               int64_t max_bytes_in_flight, bool pinned)
-    : group_(std::move(group)), own_(std::move(own)), pinned_(pinned), rounds_(1) {
+SampleExchange::SampleExchange(std::shared_ptr<CommGroup> group, Rank rank, const StepPlan& plan, const Samples& own,
+                               const std::vector<SampleBytes>& bytes, bool pinned)
+    : group_(std::move(group)), num_fields_(own.fields().size()) {
   const SequenceLengths& of_step = plan.input().sequences.seq_lens;
-  const auto num_ranks = static_cast<size_t>(of_step.num_ranks());
-  std::vector<int64_t> sent(num_ranks), received(num_ranks);  // bytes in the present round, by rank
+  std::vector<Record> sent;
   for (int32_t k = 0; k < plan.num_micro_batches(); ++k) {
     const Plan& micro_batch = plan.plans()[k];
     const std::vector<SequenceId> ids = plan.sequences_of(k);
@@ -144,81 +142,50 @@ SampleExchange::SampleExchange(std::shared_ptr<CommGroup> group, Rank rank, cons
       const Chunk& chunk = micro_batch.chunks()[c];
       const SequenceId id = ids[chunk.sequence.index()];
       const Rank home = of_step.home_of(id);
-      Record record{.micro_batch = k, .position = positions[c], .chunk = chunk};
+      if (home != rank && chunk.rank != rank) continue;
+      Record record{.micro_batch = k,
+                    .position = positions[c],
+                    .chunk = chunk,
+                    .num_bytes = record_bytes(bytes[id.index()], chunk.num_tokens)};
       if (home == rank) record.sample = id.index() - of_step.first_of(rank).index();
       if (home == chunk.rank) {
-        if (home == rank) chunks_[k][record.position] = own_->chunk_of(record.sample, chunk);
+        chunks_[k][record.position] = own.chunk_of(record.sample, chunk);
         continue;
       }
-      record.num_bytes = record_bytes(bytes[id.index()], chunk.num_tokens);
-      if (max_bytes_in_flight > 0 && record.num_bytes > max_bytes_in_flight) {
-        throw_argument("max_bytes_in_flight", max_bytes_in_flight,
-                       text("at least the ", record.num_bytes, " bytes that rank ", home.value,
-                            " sends of a sample of ", of_step[id], " tokens"));
-      }
-      if (max_bytes_in_flight > 0 &&
-          std::max(sent[home.index()], received[chunk.rank.index()]) + record.num_bytes > max_bytes_in_flight) {
-        rounds_.emplace_back();
-        std::ranges::fill(sent, 0);
-        std::ranges::fill(received, 0);
-      }
-      sent[home.index()] += record.num_bytes;
-      received[chunk.rank.index()] += record.num_bytes;
-      if (home == rank) {
-        record.peer = chunk.rank.value;
-        rounds_.back().sent.push_back(record);
-      } else if (chunk.rank == rank) {
-        record.peer = home.value;
-        rounds_.back().received.push_back(record);
-      }
+      record.peer = (home == rank ? chunk.rank : home).value;
+      (home == rank ? sent : received_records_).push_back(record);
     }
   }
-  for (Round& round : rounds_) {
-    std::ranges::stable_sort(round.sent, {}, &Record::peer);
-    std::ranges::stable_sort(round.received, {}, &Record::peer);
-  }
+  for (std::vector<Record>* records : {&sent, &received_records_})
+    std::ranges::stable_sort(*records, {}, &Record::peer);
+  if (group_) launch(sent, own, pinned);
 }
 
-void SampleExchange::launch() {
+void SampleExchange::launch(const std::vector<Record>& sent, const Samples& own, bool pinned) {
   RECORD_USER_SCOPE("knapformer::start samples");
-  const Round& round = rounds_[next_round_];
-  std::vector<int64_t> send_splits = splits_of(round.sent, group_->num_ranks());
-  std::vector<int64_t> recv_splits = splits_of(round.received, group_->num_ranks());
+  std::vector<int64_t> send_splits = splits_of(sent, group_->num_ranks());
+  std::vector<int64_t> recv_splits = splits_of(received_records_, group_->num_ranks());
   const at::Device device = group_->control_device();
   const at::TensorOptions options = at::TensorOptions().dtype(at::kByte);
   const at::Tensor packed = at::empty({sum_of(send_splits)}, options.pinned_memory(!device.is_cpu()));
   auto* next = static_cast<std::byte*>(packed.mutable_data_ptr());
-  for (const Record& record : round.sent) {
-    write_record(next, own_->chunk_of(record.sample, record.chunk));
+  for (const Record& record : sent) {
+    write_record(next, own.chunk_of(record.sample, record.chunk));
     next += record.num_bytes;
   }
   sent_ = packed.to(device, /*non_blocking=*/true);
-  received_ = at::empty({sum_of(recv_splits)}, options.device(device).pinned_memory(pinned_ && device.is_cpu()));
+  received_ = at::empty({sum_of(recv_splits)}, options.device(device).pinned_memory(pinned && device.is_cpu()));
   work_ = group_->start_all_to_all(received_, sent_, std::move(recv_splits), std::move(send_splits));
 }
 
-void SampleExchange::land() {
-  group_->wait(*work_, received_.device(), "samples", /*on_host=*/true);
-  work_.reset();
-  sent_.reset();
-  const at::Tensor bytes = std::exchange(received_, {}).to(at::kCPU);
-  int64_t offset = 0;
-  for (const Record& record : rounds_[next_round_].received) {
-    chunks_[record.micro_batch][record.position] =
-        read_record(bytes.narrow(0, offset, record.num_bytes), own_->fields().size());
-    offset += record.num_bytes;
-  }
-  ++next_round_;
-}
-
-void SampleExchange::start() {
-  if (group_) launch();
-}
-
 std::vector<std::vector<SampleTensors>> SampleExchange::finish() {
-  while (group_ && next_round_ < rounds_.size()) {
-    if (!work_) launch();
-    land();
+  if (!group_) return std::move(chunks_);
+  group_->wait(*work_, received_.device(), "samples", /*on_host=*/true);
+  const at::Tensor bytes = received_.to(at::kCPU);
+  int64_t offset = 0;
+  for (const Record& record : received_records_) {
+    chunks_[record.micro_batch][record.position] = read_record(bytes.narrow(0, offset, record.num_bytes), num_fields_);
+    offset += record.num_bytes;
   }
   return std::move(chunks_);
 }

@@ -57,17 +57,13 @@ class Samples {
 /// The exchange of an optimizer step's samples.
 class SampleExchange {
  public:
-  /// group: null for one rank alone. bytes: of all samples of the step, by id. max_bytes_in_flight: the most bytes that
-  /// a rank sends, and the most that it receives, in one all-to-all; 0 for no limit. A step that has more takes several
-  /// all-to-alls. pinned: whether what is received lies in pinned memory, from which an accelerator copies without a
-  /// wait of the host. Throws ArgumentError, on all ranks alike, where a single chunk has more.
-  SampleExchange(std::shared_ptr<CommGroup> group, Rank rank, const StepPlan& plan, std::shared_ptr<const Samples> own,
-                 const std::vector<SampleBytes>& bytes, int64_t max_bytes_in_flight, bool pinned);
+  /// Packs, and launches the all-to-all. Collective. group: null for one rank alone. bytes: of all samples of the step,
+  /// by id. pinned: whether what is received lies in pinned memory, from which an accelerator copies without a wait of
+  /// the host.
+  SampleExchange(std::shared_ptr<CommGroup> group, Rank rank, const StepPlan& plan, const Samples& own,
+                 const std::vector<SampleBytes>& bytes, bool pinned);
 
-  /// Packs and launches the first all-to-all. Collective.
-  void start();
-  /// Waits for the first all-to-all, and runs the others one at a time. Returns by micro-batch the chunks of this rank,
-  /// in the order of its rows. To be called once. Collective.
+  /// Waits. Returns by micro-batch the chunks of this rank, in the order of its rows. To be called once.
   std::vector<std::vector<SampleTensors>> finish();
 
  private:
@@ -79,21 +75,15 @@ class SampleExchange {
     Chunk chunk;
     int64_t num_bytes = 0;
   };
-  /// One all-to-all. Records are ordered by peer, then by micro-batch, then by sequence.
-  struct Round {
-    std::vector<Record> sent, received;
-  };
 
-  void launch();
-  void land();
+  /// Packs `sent`. Records are ordered by peer, then by micro-batch, then by sequence.
+  void launch(const std::vector<Record>& sent, const Samples& own, bool pinned);
 
   std::shared_ptr<CommGroup> group_;
-  std::shared_ptr<const Samples> own_;
-  bool pinned_;
-  std::vector<Round> rounds_;
-  size_t next_round_ = 0;
+  size_t num_fields_;
   std::vector<std::vector<SampleTensors>> chunks_;
-  at::Tensor sent_, received_;  // of the round in flight
+  std::vector<Record> received_records_;
+  at::Tensor sent_, received_;  // in flight
   WorkPtr work_;
 };
 

@@ -103,19 +103,6 @@ void Step::check_cuts(bool cuts_queries) const {
   }
 }
 
-void Step::make_masks(at::Device device) const {
-  ranks_->known_device(device).takes_masks = true;
-  rank_plan_->make_masks();
-}
-
-SharedAttention Step::attention_on(at::Device device, const KernelMask& mask, bool cuts_queries) const {
-  return ranks_->collective([&] {
-    check_mask(mask);
-    check_cuts(cuts_queries);
-    return shared_attention(device);
-  });
-}
-
 SharedAttention Step::shared_attention(at::Device device) const {
   SharedAttention made{
       .tables = rank_plan_->attention, .attended = rank_plan_->attended, .shared_tables = {}, .group = {}};
@@ -209,7 +196,10 @@ at::Tensor Step::attention(const at::Tensor& q, const at::Tensor& k, const at::T
     check_attention_inputs(q, k, v);
     check_mask(mask);
     check_cuts(attend.cuts_queries());
-    if (attend.takes_masks) make_masks(q.device());
+    if (attend.takes_masks) {
+      ranks_->known_device(q.device()).takes_masks = true;  // for plans to come
+      rank_plan_->make_masks();
+    }
     return shared_attention(q.device()).run(q, k, v, attend);
   });
   return recomputed_to_the_end(o, rank_plan_->number);  // out here: what ends a recomputation is no error to tell

@@ -74,15 +74,8 @@ class Step {
   at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Attend& attend,
                        const KernelMask& mask = Mask()) const;
 
-  /// What composes attention in this step, for tensors on this device. For compiled blocks, which call the op
-  /// themselves. mask: as in pre_attn. cuts_queries: whether the kernel takes parts of queries. Valid as long as the
-  /// step. Not collective.
-  SharedAttention attention_on(at::Device device, const KernelMask& mask = Mask(), bool cuts_queries = false) const;
-
   /// The mask of every sequence, where all have the same one and it is known.
   const std::optional<Mask>& common_mask() const { return rank_plan_->common_mask; }
-  /// Gives attention_on's composer the masks of its sequences (SequenceRows::masks), and those of plans to come.
-  void make_masks(at::Device device) const;
 
   /// Of the micro-batch.
   const Plan& plan() const { return *rank_plan_->plan; }

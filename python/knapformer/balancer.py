@@ -142,7 +142,6 @@ class SequenceBalancer(_torch.SequenceBalancer):
         masks: Iterable[str] | None = None,
         work: Iterable[SupportsFloat] | None = None,
         samples: Samples | None = None,
-        max_bytes_in_flight: SupportsIndex = 0,
     ) -> PlanningAhead:
         """The first half of plan_routing, for a step to come: launches the gather of lengths and returns.
 
@@ -151,15 +150,12 @@ class SequenceBalancer(_torch.SequenceBalancer):
 
         ended: this rank's data has ended (PlanningAhead.num_ended).
         failure: why this rank's data has failed; then finish_planning raises StateError on all ranks.
-        samples, max_bytes_in_flight: what this rank loaded, in place of seq_lens: start_moving sends it to the ranks
-            that compute it.
+        samples: what this rank loaded, in place of seq_lens: start_moving sends it to the ranks that compute it.
 
         Collective over the balancer's group, one collective.
         """
         d_model = self.cost.d_model if d_model is None else d_model
-        return super().start_planning(
-            seq_lens, d_model, micro_batches, ended, failure, masks, work, samples, max_bytes_in_flight
-        )
+        return super().start_planning(seq_lens, d_model, micro_batches, ended, failure, masks, work, samples)
 
     def finish_planning(self, ahead: PlanningAhead) -> Plan:
         """The second half of plan_routing: waits for the rest of planning. Returns what that returns, and puts in force
@@ -177,8 +173,7 @@ class SequenceBalancer(_torch.SequenceBalancer):
 
     def finish_moving(self, ahead: PlanningAhead) -> list[list[list[Tensor]]]:
         """After finish_planning, once: waits for the samples. By micro-batch, the tensors of each chunk on this rank,
-        in the order of its rows. ArgumentError on all ranks where a chunk has more than max_bytes_in_flight.
-        Collective."""
+        in the order of its rows. Collective."""
         return super().finish_moving(ahead)
 
     def step(self, plan: Plan, micro_batch: SupportsIndex = 0) -> Step:

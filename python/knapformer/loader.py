@@ -272,9 +272,6 @@ class BalancedStepLoader(_Loader[list[dict[str, Tensor]]]):
         dense, on the CPU, of any dtype, without gradients. Tensors that come from other ranks are views of the buffer
         that received them, in pinned memory once the balancer knows of an accelerator (its expect_device).
     seq_lens: of a batch, the tokens of each of its samples. None: the number of rows of the first tensor in per_token.
-    max_bytes_in_flight: the most that a rank sends, and that it receives, in one all-to-all; 0 for no limit. The bytes
-        of a step beyond it move when the step before has ended, in all-to-alls of at most this size. A sample that is
-        larger raises ArgumentError on all ranks, which ends the pass as max_tokens_per_rank does.
     """
 
     def __init__(
@@ -288,10 +285,8 @@ class BalancedStepLoader(_Loader[list[dict[str, Tensor]]]):
         seq_lens: Callable[[Any], Sequence[int] | Tensor] | None = None,
         masks: Callable[[Any], Sequence[str]] | None = None,
         work: Callable[[Any], Sequence[float]] | None = None,
-        max_bytes_in_flight: int = 0,
     ) -> None:
         self._micro_batches = integer("micro_batches", micro_batches, 1)
-        self._max_bytes_in_flight = integer("max_bytes_in_flight", max_bytes_in_flight, 0)
         self._fields = [(name, True) for name in per_token] + [(name, False) for name in per_sample]
         self._names = [name for name, _ in self._fields]
         for name, count in Counter(self._names).items():
@@ -340,14 +335,7 @@ class BalancedStepLoader(_Loader[list[dict[str, Tensor]]]):
             tensors = [_tensors_of(sample, self._names) for batch in batches for sample in batch]
             lens = [integer("seq_lens", length, 1) for batch in batches for length in self._lens_of(batch)]
             samples = Samples(self._fields, tensors, lens)
-        return self._start(
-            source,
-            batches,
-            (),
-            samples=samples,
-            micro_batches=self._micro_batches,
-            max_bytes_in_flight=self._max_bytes_in_flight,
-        )
+        return self._start(source, batches, (), samples=samples, micro_batches=self._micro_batches)
 
     @property
     def step_plan(self) -> Plan:

@@ -22,14 +22,13 @@ using Tensors = std::vector<at::Tensor>;
 
 // The op's schema: ExchangeArguments <-> the dispatcher's arguments.
 
-static constexpr size_t kTables = 6;  // tensors of a segment's table
+static constexpr size_t kTables = 4;  // tensors of a segment's table
 
 OpArguments::OpArguments(const ExchangeArguments& a)
     : layout{static_cast<int64_t>(a.segments.size())}, names{a.group, a.call} {
   tables.reserve(kTables * a.segments.size());
   for (const auto& [table, roles, sharing] : a.segments) {
-    tables.insert(tables.end(), {table.send.table, table.send.rows, table.send.index, table.recv.table, table.recv.rows,
-                                 table.recv.index});
+    tables.insert(tables.end(), {table.send.table, table.send.index, table.recv.table, table.recv.index});
     layout.insert(layout.end(), {sharing.shared_end, sharing.degree, sharing.index_in_group, sharing.query_parts,
                                  static_cast<int64_t>(roles.size())});
     for (const HeadRole role : roles) layout.push_back(static_cast<int64_t>(role));
@@ -72,8 +71,7 @@ ExchangeArguments arguments_from(at::TensorList tensors, at::IntArrayRef differe
   size_t num_tensors = 0, first_table = 0;
   for (SegmentArguments& segment : arguments.segments) {
     const at::Tensor* t = &tables[std::exchange(first_table, first_table + kTables)];
-    segment.table = {.send = {.table = t[0], .rows = t[1], .index = t[2]},
-                     .recv = {.table = t[3], .rows = t[4], .index = t[5]}};
+    segment.table = {.send = {.table = t[0], .index = t[1]}, .recv = {.table = t[2], .index = t[3]}};
     segment.sharing = {.shared_end = static_cast<HeadSharing::End>(take(0, HeadSharing::kRecv)),
                        .degree = static_cast<int32_t>(take(1, kAny)),
                        .index_in_group = static_cast<int32_t>(take(0, kAny)),
@@ -307,18 +305,21 @@ void refuse_transforms(const ExchangeArguments& arguments) {
   });
 }
 
-Tensors exchange_with_gradients(ExchangeArguments arguments) {
+/// Calls the op, by its autograd function where a gradient travels.
+template <class Function, class Call>
+auto by_autograd(ExchangeArguments arguments, Call call) {
   refuse_transforms(arguments);
-  if (arguments.any_gradient()) return ExchangeFunction::apply(at::TensorList(arguments.tensors), arguments);
+  if (arguments.any_gradient()) return Function::apply(at::TensorList(arguments.tensors), arguments);
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return call_exchange(arguments);
+  return call(arguments);
+}
+
+Tensors exchange_with_gradients(ExchangeArguments arguments) {
+  return by_autograd<ExchangeFunction>(std::move(arguments), call_exchange);
 }
 
 at::Tensor start_with_gradients(ExchangeArguments arguments) {
-  refuse_transforms(arguments);
-  if (arguments.any_gradient()) return StartFunction::apply(at::TensorList(arguments.tensors), arguments);
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return call_start(arguments);
+  return by_autograd<StartFunction>(std::move(arguments), call_start);
 }
 
 Tensors exchange_autograd(ExchangeArguments arguments) {

@@ -61,7 +61,6 @@ std::vector<PackedTable> pack_tables(std::span<const ExchangeTable* const> table
       const ExchangeEnd& end = is_send ? tables[i]->send : tables[i]->recv;
       PackedEnd& tensors = is_send ? packed[i].send : packed[i].recv;
       tensors.table = PackedEndView::pack(end, *tables[i], engine, step);
-      tensors.rows = at::empty({end.num_rows, 0}, at::TensorOptions().dtype(at::kByte).device(device));
       ends.emplace_back(&tensors, index.size());
       if (end.all_rows) continue;
       for (const RowRun& run : end.runs.values) {

@@ -1,8 +1,6 @@
 // Exchange tables as tensors: the form in which they are arguments of the op knapformer::exchange.
 //
-// They are tensors since they change every step while a compiled graph does not. Splits live in a
-// packed CPU tensor, which a graph only passes on. Row counts are the size of a tensor without bytes, so that no output
-// shape depends on data.
+// Splits and what else the host reads live in a packed CPU tensor.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -25,7 +23,6 @@ enum class ExchangeEngine {
 /// One end of an exchange.
 struct PackedEnd {
   at::Tensor table;  // int64 CPU; PackedEndView reads it
-  at::Tensor rows;   // (num_rows, 0) on the tensors' device: its size tells a traced graph the rows of this end
   at::Tensor index;  // int64: the rows in wire order, once copied on the tensors' device; empty where all rows, in
                      // order, or none meet each peer, as in Ulysses before attention
 };

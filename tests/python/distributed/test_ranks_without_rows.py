@@ -19,7 +19,7 @@ from ranks import run_ranks
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from knapformer import BalancedLoader, SequenceBalancer, StateError
+from knapformer import BalancedLoader, SequenceBalancer
 
 WIDTH = 8
 # By step, of each rank. In the fourth step all ranks have sequences, in the fifth no rank has any.
@@ -370,24 +370,3 @@ def _mistakes(rank: int, world_size: int) -> dict[str, tuple[str, str, float]]:
 def test_mistakes_become_errors_on_both_ranks_soon() -> None:
     by_rank = run_ranks(_mistakes, 2, timeout_s=200)
     check_errors(by_rank, {case: ("", re.escape(MISTAKES[case.split(",")[0]][2])) for case in by_rank[0]})
-
-
-def _absent(rank: int, world_size: int) -> None:
-    balancer = SequenceBalancer("g2n1", d_model=WIDTH)
-    for step in range(2):
-        balancer.plan_routing([3] if rank == 0 else [], WIDTH)
-        if step == 1 and rank == 0:
-            time.sleep(8)
-            return
-        x = torch.ones(3 if rank == 0 else 0, WIDTH, requires_grad=rank == 0)
-        if step == 0:
-            balancer.route(x)
-            continue
-        with pytest.raises(
-            StateError, match=r"route: rank 1 waited 3 s, the group's timeout, for rank 0 \(in no call\)"
-        ):
-            balancer.route(x)
-
-
-def test_a_rank_with_rows_that_does_not_come_is_named_at_the_timeout() -> None:
-    run_ranks(_absent, 2, group_timeout_s=3, timeout_s=60)

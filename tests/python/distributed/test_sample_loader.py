@@ -86,15 +86,15 @@ def on_all(own: Any) -> list[Any]:
 
 
 def check_every_sample_once(rank: int, world_size: int) -> None:
-    for topology, counts, max_bytes in (
-        ("g1n4", [5, 3, 0, 9], 0),
-        ("g4n1", [4, 4, 0, 3], 20_000),
-        ("g4/2/1n1", [7, 6, 0, 1], 8_000),
-        ("g2n1", [6, 7, 6, 8], 0),
+    for topology, counts in (
+        ("g1n4", [5, 3, 0, 9]),
+        ("g4n1", [4, 4, 0, 3]),
+        ("g4/2/1n1", [7, 6, 0, 1]),
+        ("g2n1", [6, 7, 6, 8]),
     ):
         balancer = SequenceBalancer(topology, cluster=CLUSTER, d_model=D_MODEL)
         own = batches_of(rank, counts[rank])
-        loader = BalancedStepLoader(own, balancer, 3, max_bytes_in_flight=max_bytes, **FIELDS)
+        loader = BalancedStepLoader(own, balancer, 3, **FIELDS)
         for _ in range(2):  # passes
             lists = list(lists_of(loader))
             num_steps = -(-max(counts) // 3)
@@ -193,26 +193,6 @@ def check_overlap(rank: int, world_size: int) -> None:
     ]  # fmt: skip
 
 
-def check_bytes_in_flight(rank: int, world_size: int) -> None:
-    """No all-to-all is larger than what is allowed; and a sample that is, is refused on all ranks, not for good."""
-    balancer = SequenceBalancer("g1n4", cluster=CLUSTER, d_model=D_MODEL)
-    own = batches_of(rank, 12) if rank == 0 else []
-    sizes: dict[int, list[int]] = {}
-    for max_bytes in (0, 4_000):
-        loader = BalancedStepLoader(own, balancer, 12, max_bytes_in_flight=max_bytes, **FIELDS)
-        with torch.profiler.profile(record_shapes=True) as profile:
-            list(lists_of(loader))
-        moved = [event for event in profile.events() if event.name == "c10d::alltoall_base_"]
-        sizes[max_bytes] = [max(shape[0] for shape in event.input_shapes[:2] if shape) for event in moved]
-    assert max(sizes[4_000]) <= 4_000, sizes
-    assert rank > 0 or max(sizes[0]) > 4_000, sizes
-    assert len(sizes[4_000]) > len(sizes[0])
-    small = BalancedStepLoader(own, balancer, 12, max_bytes_in_flight=500, **FIELDS)
-    with pytest.raises(ArgumentError, match=r"max_bytes_in_flight: got 500, expected at least the \d+ bytes"):
-        list(small)
-    list(lists_of(BalancedStepLoader(own, balancer, 12, **FIELDS)))
-
-
 def check_refused_lengths(rank: int, world_size: int) -> None:
     """The second step of rank 0 cannot keep the limit of tokens: the first is computed, and the balancer lives on."""
     balancer = SequenceBalancer("g1n4", max_tokens_per_rank=70, d_model=D_MODEL)
@@ -264,7 +244,6 @@ CHECKS = [
     check_resume,
     check_resume_after_a_pass_left_early,
     check_overlap,
-    check_bytes_in_flight,
     check_refused_lengths,
 ]
 
@@ -346,7 +325,6 @@ def test_one_rank_alone() -> None:
             {"micro_batches": 2, "per_token": ["x", "text"], "per_sample": ["text"]},
             "per_token, per_sample: got 'text' twice, expected each name once",
         ),
-        ({"micro_batches": 2, "per_token": ["x"], "max_bytes_in_flight": -1}, "max_bytes_in_flight: got -1"),
     ],
 )
 def test_bad_options_are_named(options: dict[str, Any], words: str) -> None:

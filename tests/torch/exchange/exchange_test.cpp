@@ -95,6 +95,34 @@ std::shared_ptr<CommGroup> make_group(InProcessWorld& world, int32_t rank) {
   return CommGroup::make("test@" + std::to_string(rank), world.all(rank), "exchange_test", watchdog);
 }
 
+TEST(CommGroup, IsKnownByAUniqueNameAsLongAsItLives) {
+  InProcessWorld world(1);
+  auto first = make_group(world, 0), second = make_group(world, 0);
+  EXPECT_EQ(first->name(), "test@0");
+  EXPECT_NE(second->name(), "test@0");
+  EXPECT_EQ(CommGroup::find("test@0"), first);
+  EXPECT_EQ(CommGroup::find(second->name()), second);
+  first.reset();
+  EXPECT_THROW(CommGroup::find("test@0"), StateError);
+}
+
+TEST(CommGroup, CountsWhatItMoves) {
+  InProcessWorld world(2);
+  world.run_all([&](int32_t rank) {
+    const auto group = make_group(world, rank);
+    const std::vector<int64_t> splits = rank == 0 ? std::vector<int64_t>{0, 3} : std::vector<int64_t>{3, 0};
+    at::Tensor sent = at::full({3}, rank, at::kByte), received = at::empty({3}, at::kByte);
+    group->wait(*group->start_all_to_all(received, sent, splits, splits), at::kCPU, "swap");
+    EXPECT_TRUE(at::equal(received, at::full({3}, 1 - rank, at::kByte)));
+    at::Tensor own = at::full({2}, rank, at::kLong), all = at::empty({4}, at::kLong);
+    group->wait(*group->start_all_gather(all, own), at::kCPU, "gather");
+    EXPECT_TRUE(at::equal(all, at::tensor({0, 0, 1, 1}, at::kLong)));
+    EXPECT_EQ(group->counters().bytes_sent, 3 + 2 * 8);
+    EXPECT_EQ(group->counters().num_collectives, 2);
+    EXPECT_GE(group->counters().waited_ns, 0);
+  });
+}
+
 PackedTable packed(const ExchangeTable& table, ExchangeEngine engine) {
   return pack_tables(std::vector{&table}, engine, at::kCPU)[0];
 }
@@ -298,7 +326,7 @@ TEST(Exchange, RefusesArgumentsOfTheOpThatDoNotFitEachOther) {
   EXPECT_THROW(call(right.tables, right.layout, {0}, {0, 0}, {"no such group", "test"}), StateError);
   for (const at::Tensor& table : {at::Tensor(), at::zeros({20}, at::kLong), at::zeros({2}, at::kLong),
                                   at::zeros({20}, at::kInt), at::zeros({4, 5}, at::kLong)}) {
-    EXPECT_THROW(PackedEndView({.table = table, .rows = {}, .index = {}}), ArgumentError);
+    EXPECT_THROW(PackedEndView({.table = table, .index = {}}), ArgumentError);
   }
 }
 
