@@ -13,8 +13,7 @@
 //   rows of this rank   | whole here            | shared by 2 | shared by 4 |   all heads
 //
 // Another way of sharing a sequence (ring attention, say) is another composer beside SharedAttention, with the same
-// inputs. It offers the same, too: run() for Step::attention, and for compiled blocks the ExchangeArguments of what it
-// moves.
+// inputs.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -30,8 +30,7 @@ struct HeadCounts {
   bool operator==(const HeadCounts&) const = default;
 };
 
-/// How the ranks of a segment share heads. It is not read from the tables, as a traced graph does not know their
-/// values.
+/// How the ranks of a segment share heads.
 struct HeadSharing {
   enum End : int64_t { kNeither, kSend, kRecv };  // which end meets each peer with that peer's share alone
   End shared_end = kNeither;

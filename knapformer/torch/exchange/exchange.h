@@ -57,7 +57,7 @@ auto in_backward(Body body) {
   }
 }
 
-/// Arguments of the op that its caller does not make from tensors alone (a traced graph's).
+/// Arguments of the op that are made from the segments.
 struct OpArguments {
   std::vector<at::Tensor> tables;
   std::vector<int64_t> layout;
