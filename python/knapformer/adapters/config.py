@@ -41,7 +41,7 @@ class Fields:
     def random_sample(self, size: Any, draw: Draw, conditions: bool = False) -> dict[str, Any]:
         """The arguments of diffusers' forward for a sample of this size, which is a `possible` one. conditions: with
         those of Adapter.conditions, of which some samples have more than others."""
-        drawn = _DRAWN | self.adapter.drawn | (_CONDITIONS | self.adapter.conditions if conditions else {})
+        drawn = _DRAWN | self.adapter.drawn | (self.adapter.conditions if conditions else {})
         names = [name for name in (*self.adapter.required, *self.adapter.optional) if name in drawn]
         sample = {}
         for name in names:
@@ -236,10 +236,11 @@ def _text(config: Any, size: Sample, draw: Draw) -> Tensor:
 
 
 def _places(config: Any, size: Sample, draw: Draw) -> Tensor:
-    """(tokens, axes): frame, row and column in a picture near a square, for any number of tokens."""
+    """(tokens, axes): frame, row and column in a picture near a square, for any number of tokens. The last third of
+    larger pictures are tokens of a reference, as FLUX.1 Kontext has them."""
     place = torch.arange(size.visual_tokens, device=draw.device)
     width = max(1, math.isqrt(size.visual_tokens))
-    ids = torch.stack([torch.zeros_like(place), place // width, place % width], 1).float()
+    ids = torch.stack([(3 * place >= 2 * size.visual_tokens).long(), place // width, place % width], 1).float()
     return torch.nn.functional.pad(ids, (0, len(config.axes_dims_rope) - 3))
 
 
@@ -256,23 +257,8 @@ _DRAWN: dict[str, Callable[[Any, Sample, Draw], Any]] = {
     "encoder_hidden_states": _text,
     "pooled_projections": lambda config, size, draw: draw.normal(1, config.pooled_projection_dim),
     "timestep": lambda config, size, draw: draw.time(),
-    "guidance": lambda config, size, draw: draw.time() if config.fields.get("guidance_embeds", True) else None,
-    "img_ids": _places,
-    "txt_ids": lambda config, size, draw: torch.zeros(size.text_tokens, len(config.axes_dims_rope), device=draw.device),
-    "img_shapes": _shapes,
-}
-
-#: Of a check's samples.
-_CONDITIONS: dict[str, Callable[[Any, Any, Draw], Any]] = {
     "guidance": lambda config, size, draw: 4 * draw.time() if config.fields.get("guidance_embeds", True) else None,
-    # The last third of larger images are tokens of a reference, as FLUX.1 Kontext has them.
-    "img_ids": lambda config, size, draw: torch.where(
-        (torch.arange(size.visual_tokens) >= 2 * size.visual_tokens / 3).unsqueeze(1)
-        & (torch.arange(len(config.axes_dims_rope)) == 0),
-        1.0,
-        _places(config, size, draw),
-    ),
-    "txt_ids": lambda config, size, draw: torch.randint(
-        9, (size.text_tokens, len(config.axes_dims_rope)), generator=draw.generator
-    ).float(),
+    "img_ids": _places,
+    "txt_ids": lambda config, size, draw: draw.normal(size.text_tokens, len(config.axes_dims_rope)).float(),
+    "img_shapes": _shapes,
 }
