@@ -1,7 +1,6 @@
 #include "knapformer/core/cost/bounds.h"
 
 #include <algorithm>
-#include <functional>
 #include <utility>
 #include <vector>
 
@@ -57,32 +56,6 @@ std::vector<Offer> offers_of(const PlanInput& input, const Topology& topology, i
   }
   for (Offer& offer : offers) offer.exchange_s_per_token = exchange_s(input, offer.exchange_s_per_token);
   return offers;
-}
-
-/// Exchange time of a token on a rank of a flat bag. All tokens are divided alike over the links, and nothing hides the
-/// exchange.
-double flat_exchange_s(const PlanInput& input, const AttentionShares& shares, const Bag& bag) {
-  const Traffic sent_s = exchange_s(input, counted(input, shares, bag.first_rank, bag.num_ranks, /*may_hide=*/false));
-  return std::max(sent_s.inside, sent_s.between);
-}
-
-/// Whether the items may fit into `num_bags` bags of one capacity: false is a proof that they do not. For every l, an
-/// item above capacity - l shares no bag with an item of l or more, so all other items of l or more must fit into the
-/// other bags (as in Martello and Toth's bound L2, 1990). O(n log n).
-bool may_be_packed(std::vector<double> items, size_t num_bags, double capacity) {
-  std::sort(items.begin(), items.end(), std::greater<>());
-  const auto count_above = [&](double value) {
-    return static_cast<size_t>(std::lower_bound(items.begin(), items.end(), value, std::greater<>()) - items.begin());
-  };
-  std::vector<double> sum_before(items.size() + 1, 0.0);
-  for (size_t i = 0; i < items.size(); ++i) sum_before[i + 1] = sum_before[i] + items[i];
-  const size_t num_above_half = count_above(capacity / 2);
-  if (num_above_half > num_bags) return false;
-  for (size_t i = num_above_half; i < items.size(); ++i) {
-    const size_t num_alone = count_above(capacity - items[i]);
-    if (sum_before[i + 1] - sum_before[num_alone] > static_cast<double>(num_bags - num_alone) * capacity) return false;
-  }
-  return true;
 }
 
 /// The bound with the exchange on one link alone.
@@ -178,50 +151,6 @@ double lower_bound_s(const PlanInput& input) {
 
 PlanPrediction prediction_of(const Plan& plan) {
   return {.predicted_time_s = predict_step(plan).total_s(), .lower_bound_s = lower_bound_s(plan.input())};
-}
-
-bool flat_may_take_less(const PlanInput& input, const Topology& topology, int32_t replica, double block_s) {
-  if (replica_lower_bound_s(input, topology, replica) >= block_s) return false;
-  if (topology.shapes().size() > 1) return true;
-  const auto bags = bags_of(topology, replica);
-  const AttentionShares shares = input.attention_shares();
-  double bag_speed = 0, token_exchange_s = kInfinity;  // of the best bags
-  for (const Bag& bag : bags) {
-    bag_speed = std::max(bag_speed, input.group_speed(bag.first_rank, bag.num_ranks).sum);
-    token_exchange_s = std::min(token_exchange_s, flat_exchange_s(input, shares, bag));
-  }
-  // Rank time is weighted by speed, as in replica_lower_bound_s: the exchange is multiplied by the lowest speed.
-  token_exchange_s *= input.group_speed(bags.front().first_rank, topology.num_ranks_per_replica()).slowest;
-  const BlockRates rates(input);
-  const auto [first, last] = input.sequences_of(replica);
-  std::vector<double> seconds;
-  seconds.reserve(last.index() - first.index());
-  for (SequenceId id = first; id < last; ++id.value)
-    seconds.push_back(rates.work_s(input, id) + static_cast<double>(input.seq_lens[id]) * token_exchange_s);
-  constexpr double kRounding = 1 + 1e-9;  // sums of a proof may round
-  return may_be_packed(std::move(seconds), bags.size(), block_s * bag_speed * kRounding);
-}
-
-double flat_lower_bound_s(const PlanInput& input, const Topology& topology, int32_t replica,
-                          std::span<const Placement> placements) {
-  const auto bags = bags_of(topology, replica);
-  const AttentionShares shares = input.attention_shares();
-  const BlockRates rates(input);
-  const BagId first_bag = topology.bag_of(bags.front().first_rank);
-  const auto [first, last] = input.sequences_of(replica);
-  std::vector<double> work(bags.size()), tokens(bags.size());
-  for (int32_t s = first.value; s < last.value; ++s) {
-    const auto bag = static_cast<size_t>(placements[s].bag.value - first_bag.value);
-    work[bag] += rates.work_s(input, SequenceId(s));
-    tokens[bag] += static_cast<double>(input.seq_lens[SequenceId(s)]);
-  }
-  double bound_s = 0;
-  for (size_t b = 0; b < bags.size(); ++b) {
-    const PlanInput::GroupSpeed speed = input.group_speed(bags[b].first_rank, bags[b].num_ranks);
-    const double exchange_s = tokens[b] * flat_exchange_s(input, shares, bags[b]);
-    bound_s = std::max(bound_s, (work[b] + exchange_s * speed.slowest) / speed.sum);
-  }
-  return bound_s;
 }
 
 }  // namespace knapformer

@@ -25,12 +25,4 @@ PlanPrediction prediction_of(const Plan& plan);
 /// A lower bound of one replica's blocks (ReplicaTime::block_s). `topology`: over the same ranks as the input's.
 double replica_lower_bound_s(const PlanInput& input, const Topology& topology, int32_t replica);
 
-/// Whether a replica's flat bags may have a plan whose block takes less than `block_s`: false is a proof that they have
-/// none. In addition to the bound above, this considers which sequences cannot share a bag, where all bags have one
-/// size. `topology`: over the same ranks as the input's. O(n log n).
-bool flat_may_take_less(const PlanInput& input, const Topology& topology, int32_t replica, double block_s);
-/// A lower bound of a replica's blocks if its flat bags hold these sequences, however their chunks are cut.
-double flat_lower_bound_s(const PlanInput& input, const Topology& topology, int32_t replica,
-                          std::span<const Placement> placements);
-
 }  // namespace knapformer

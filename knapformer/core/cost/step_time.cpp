@@ -353,18 +353,6 @@ double replica_step_s(const PlanInput& input, double block_s, double route_s) {
   return Fsdp(input.topology.num_ranks(), input.cluster, input.model).step_s(block_s) + route_s;
 }
 
-double block_budget_s(const PlanInput& input, double step_s) {
-  const Fsdp fsdp(input.topology.num_ranks(), input.cluster, input.model);
-  double low = 0, high = step_s / input.model.num_blocks;
-  if (fsdp.step_s(high) <= step_s) return high;
-  constexpr int kBits = 60;
-  for (int i = 0; i < kBits; ++i) {
-    const double middle = low + (high - low) / 2;
-    (fsdp.step_s(middle) <= step_s ? low : high) = middle;
-  }
-  return high;
-}
-
 Plan plan_home(const PlanInput& input) {
   PlanInput alone = input;
   alone.topology = Topology::parse(text("g1n", input.seq_lens.num_ranks()));

@@ -184,9 +184,6 @@ StepTime predict_step(const Plan& plan, const Cluster& cluster, const TrainedMod
 /// The time of a replica's step with a block of `block_s`, all passes: blocks, FSDP and route. Grows with both
 /// arguments.
 double replica_step_s(const PlanInput& input, double block_s, double route_s);
-/// The longest block with which a replica's step, without its route, takes at most `step_s`.
-double block_budget_s(const PlanInput& input, double step_s);
-
 /// Every sequence on its home rank, whole: the step without a balancer. Its route is empty.
 Plan plan_home(const PlanInput& input);
 

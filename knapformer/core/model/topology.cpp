@@ -1,7 +1,6 @@
 #include "knapformer/core/model/topology.h"
 
 #include <algorithm>
-#include <set>
 #include <tuple>
 
 #include "knapformer/core/util/error.h"
@@ -121,20 +120,6 @@ std::string Topology::str() const {
   return out;
 }
 
-Topology Topology::flattened(std::span<const int32_t> degrees) const {
-  KNAPFORMER_ASSERT(degrees.size() == shapes_.size());
-  std::vector<BagShape> shapes;
-  for (size_t s = 0; s < shapes_.size(); ++s) {
-    shapes.push_back(
-        {.degrees = {degrees[s]}, .num_bags = shapes_[s].num_bags * shapes_[s].num_ranks_per_bag() / degrees[s]});
-  }
-  Topology flat;
-  flat.shapes_ = joined(std::move(shapes));
-  flat.num_ranks_per_replica_ = num_ranks_per_replica_;
-  flat.repeat(num_replicas_);
-  return flat;
-}
-
 Topology Topology::within(int32_t num_ranks) const {
   std::vector<BagShape> shapes = shapes_;
   for (BagShape& shape : shapes) {
@@ -149,33 +134,6 @@ Topology Topology::within(int32_t num_ranks) const {
   smaller.num_ranks_per_replica_ = num_ranks_per_replica_;
   smaller.repeat(num_replicas_);
   return smaller;
-}
-
-std::vector<Topology> Topology::flat_topologies() const {
-  constexpr size_t kMaxChoices = 64;
-  size_t num_choices = 1;  // ways to choose a degree for each shape
-  for (const BagShape& shape : shapes_) num_choices = std::min(num_choices * shape.degrees.size(), kMaxChoices + 1);
-  std::vector<Topology> flats;
-  std::vector<int32_t> degrees(shapes_.size());
-  if (num_choices <= kMaxChoices) {
-    for (size_t choice = 0; choice < num_choices; ++choice) {
-      size_t rest = choice;  // the last shape's degree is its lowest digit
-      for (size_t s = shapes_.size(); s-- > 0; rest /= shapes_[s].degrees.size())
-        degrees[s] = shapes_[s].degrees[rest % shapes_[s].degrees.size()];
-      flats.push_back(flattened(degrees));
-    }
-    return flats;
-  }
-  std::set<int32_t> sizes;
-  for (const BagShape& shape : shapes_) sizes.insert(shape.degrees.begin(), shape.degrees.end());
-  for (const int32_t size : sizes) {
-    for (size_t s = 0; s < shapes_.size(); ++s) {
-      const auto above = std::ranges::upper_bound(shapes_[s].degrees, size);
-      degrees[s] = above == shapes_[s].degrees.begin() ? *above : *(above - 1);
-    }
-    flats.push_back(flattened(degrees));
-  }
-  return flats;
 }
 
 bool Topology::is_flat() const { return std::ranges::all_of(shapes_, &BagShape::is_flat); }

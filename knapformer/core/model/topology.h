@@ -57,17 +57,9 @@ class Topology {
   int32_t num_replicas() const { return num_replicas_; }
   int32_t num_bags_per_replica() const { return static_cast<int32_t>(bags_.size()) / num_replicas_; }
   bool is_flat() const;
-  /// The flat topology over the same ranks in the same order, whose bags are this topology's groups of `degrees[s]`
-  /// ranks in each bag of shapes()[s]. Its bags may not be ordered by size.
-  Topology flattened(std::span<const int32_t> degrees) const;
   /// The same ranks in the same order, without groups of more than `num_ranks`: each bag becomes its largest groups of
   /// no more. A bag whose groups are all larger stays.
   Topology within(int32_t num_ranks) const;
-  /// All flattened topologies, the smallest degrees first. Where they are more than 64, only those with groups of about
-  /// one size: for each degree g one topology, in which each shape takes its largest degree up to g, or else its
-  /// smallest.
-  std::vector<Topology> flat_topologies() const;
-
   std::span<const BagShape> shapes() const { return shapes_; }
   /// The bags of all replicas, those of replica 0 first.
   std::span<const Bag> bags() const { return bags_; }
@@ -79,7 +71,7 @@ class Topology {
  private:
   void repeat(int32_t num_replicas);
 
-  std::vector<BagShape> shapes_;  // ascending by size, unless flattened
+  std::vector<BagShape> shapes_;  // ascending by size, unless from `within`
   std::vector<Bag> bags_;
   std::vector<BagId> bag_of_rank_;
   int32_t num_ranks_per_replica_ = 0;

@@ -351,16 +351,6 @@ TEST(StepTime, AStepTakesWhatItsSlowestReplicaTakes) {
   EXPECT_DOUBLE_EQ(step.route_s, step.replicas[1].route_s);
 }
 
-TEST(StepTime, ABlockBudgetIsTheInverseOfAStep) {
-  PlanInput in = input_of({{100}, {40}}, "g2n1");
-  in.model.num_parameters = 1e9;
-  for (const double block_s : {1e-6, 1e-4, 1e-3, 1e-2, 1.0}) {
-    const double budget_s = block_budget_s(in, replica_step_s(in, block_s, 0));
-    EXPECT_GE(budget_s, block_s * (1 - 1e-12));
-    EXPECT_LE(replica_step_s(in, budget_s, 0), replica_step_s(in, block_s, 0) * (1 + 1e-9));
-  }
-}
-
 TEST(StepTime, BytesAreThoseOfEveryChunkToEveryPeer) {
   for (uint64_t seed = 0; seed < 60; ++seed) {
     Cases cases(seed);

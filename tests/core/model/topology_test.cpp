@@ -45,35 +45,6 @@ TEST(Topology, NestedBagsHaveAscendingDegrees) {
   EXPECT_TRUE(Topology::parse("g8n4").is_flat());
 }
 
-TEST(Topology, FlattenedInEveryWayOrToAboutOneSize) {
-  const auto names = [](const char* nested) {
-    std::vector<std::string> out;
-    for (const Topology& flat : Topology::parse(nested).flat_topologies()) out.push_back(flat.str());
-    return out;
-  };
-  EXPECT_EQ(names("g4n2"), std::vector<std::string>{"g4n2"});
-  EXPECT_EQ(names("g2/1n1+g4/2n2"), (std::vector<std::string>{"g1n2+g2n4", "g1n2+g4n2", "g2n5", "g2n1+g4n2"}));
-  EXPECT_EQ(names("g8/4/2/1n1+g16/8/4/2n1+g27/9/3n1").size(), 48);
-  EXPECT_EQ(names("g2/1n1+g4/2/1n1+g6/3/1n1+g8/4/2n1").size(), 54);
-  EXPECT_EQ(names("g2/1n1+g4/2/1n1+g6/3/1n1+g16/8/4/2n1"),
-            (std::vector<std::string>{"g1n12+g2n8", "g2n3+g1n6+g2n8", "g2n3+g3n2+g2n8", "g2n1+g4n1+g3n2+g4n4",
-                                      "g2n1+g4n1+g6n1+g4n4", "g2n1+g4n1+g6n1+g8n2", "g2n1+g4n1+g6n1+g16n1"}));
-}
-
-TEST(Topology, FlattenedKeepsEveryRankWhereItIs) {
-  const Topology nested = Topology::parse("g2n1+g4/2n1+g8/4/1n1", 28);
-  const int32_t whole[] = {2, 4, 8}, twos[] = {2, 2, 8}, descending[] = {2, 4, 1};
-  EXPECT_EQ(nested.flattened(whole), Topology::parse("g2n1+g4n1+g8n1", 28));
-  EXPECT_EQ(nested.flattened(twos), Topology::parse("g2n3+g8n1", 28));
-  const Topology flat = nested.flattened(descending);
-  EXPECT_TRUE(flat.is_flat());
-  EXPECT_EQ(flat.num_replicas(), 2);
-  EXPECT_EQ(flat.num_bags_per_replica(), 10);
-  EXPECT_EQ(flat.bag(flat.bag_of(Rank(5))).num_ranks, 4);
-  EXPECT_EQ(flat.bag(flat.bag_of(Rank(6))).num_ranks, 1);
-  EXPECT_EQ(flat.bag(flat.bag_of(Rank(14))).num_ranks, 2);
-}
-
 TEST(Topology, WithinHasTheSameRanksInSmallerBags) {
   const auto within = [](std::string_view text, int64_t num_ranks) {
     const Topology topology = Topology::parse(text, num_ranks).within(8);

@@ -78,8 +78,8 @@ TEST(TopologyChoice, HeadsThatBagsDoNotDivideMakeThemSlower) {
   const auto divided = rank_topologies(inputs, "balanced");
   for (PlanInput& in : inputs) in.model.num_heads = 12;
   const auto uneven = rank_topologies(inputs, "balanced");
-  EXPECT_LT(time_of(divided, "g8n4"), time_of(divided, "g4n8"));
-  EXPECT_GT(time_of(uneven, "g8n4"), time_of(uneven, "g4n8"));
+  EXPECT_LT(time_of(divided, "g8n4"), 1.01 * time_of(divided, "g4n8"));
+  EXPECT_GT(time_of(uneven, "g8n4"), 1.1 * time_of(uneven, "g4n8"));
   EXPECT_DOUBLE_EQ(time_of(uneven, "g4n8"), time_of(divided, "g4n8"));
 }
 

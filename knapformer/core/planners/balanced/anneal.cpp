@@ -35,7 +35,7 @@ class Search {
     find_ranges();
   }
 
-  double run() {
+  void run() {
     double best = slowest_time();
     std::vector<int32_t> best_node = node_;
     double temperature = options_.first_temperature;
@@ -60,7 +60,6 @@ class Search {
     }
     node_ = std::move(best_node);
     trees_.load(node_);
-    return best;
   }
 
  private:
@@ -101,6 +100,7 @@ class Search {
       while (first + 1 < degrees.size() && trees_.cost(items[i], fastest[first]) > limit) ++first;
       size_t last = first;
       while (last + 1 < degrees.size() && (is_limited || trees_.cost(items[i], fastest[last]) > kSmallShare)) ++last;
+      if (options_.shares_least) last = first;
       ranges_[i] = {.first = static_cast<int32_t>(first), .last = static_cast<int32_t>(last)};
     }
   }
@@ -118,29 +118,15 @@ class Search {
     return first == last ? -1 : first + random_.below(last - first);
   }
 
-  /// `from`, or a random bag: of many bags, the one of two that has less energy.
+  /// `from`, or a random bag.
   int32_t random_target_bag(int32_t from) {
-    if (trees_.num_bags() == 1 || random_.below(4) == 0) return from;
-    int32_t bag = random_.below(trees_.num_bags());
-    if (trees_.num_bags() > 8) {
-      const int32_t other = random_.below(trees_.num_bags());
-      if (energy_of(other) < energy_of(bag)) bag = other;
-    }
-    return bag;
+    return trees_.num_bags() == 1 || random_.below(4) == 0 ? from : random_.below(trees_.num_bags());
   }
   double energy_of(int32_t bag) const { return trees_.state(trees_.root(bag)).energy; }
 
   int32_t random_item() {
     if (random_.below(2) == 0) {
-      int32_t bag = slowest_bag_.winner();
-      if (trees_.num_bags() > 8 && random_.below(4) != 0) {  // and other slow ones
-        bag = random_.below(trees_.num_bags());
-        for (int32_t i = 0; i < 3; ++i) {
-          const int32_t other = random_.below(trees_.num_bags());
-          if (trees_.bag_time(other) > trees_.bag_time(bag)) bag = other;
-        }
-      }
-      const auto& list = items_of_bag_[bag];
+      const auto& list = items_of_bag_[slowest_bag_.winner()];
       if (!list.empty()) return list[random_.below(static_cast<int32_t>(list.size()))];
     }
     return random_.below(static_cast<int32_t>(node_.size()));
@@ -230,15 +216,21 @@ class Search {
   PlacementTrees::Paths paths_[2];  // of the nodes that a step changes, by bag
 };
 
-/// Branch and bound, for few items in flat bags: places them by descending work, each in every bag in turn, the fastest
-/// first, and leaves a branch as soon as no placement in it can be faster than the best one so far.
+/// Branch and bound, for few items in groups of ranks: places them by descending work, each in every group in turn, the
+/// fastest first, and leaves a branch as soon as no placement in it can be faster than the best one so far.
 class BranchAndBound {
  public:
-  BranchAndBound(PlacementTrees& trees, std::vector<int32_t>& node_of_item, const SearchOptions& options)
-      : trees_(trees), best_(node_of_item), node_(node_of_item), options_(options), rest_(node_of_item.size() + 1) {
+  BranchAndBound(PlacementTrees& trees, std::span<const int32_t> groups, std::vector<int32_t>& node_of_item,
+                 double good_enough)
+      : trees_(trees),
+        groups_(groups),
+        best_(node_of_item),
+        node_(node_of_item),
+        good_enough_(good_enough),
+        rest_(node_of_item.size() + 1) {
     for (size_t i = node_.size(); i-- > 0;) {
       double least = kInfinity;
-      for (int32_t v = 0; v < trees.num_nodes(); ++v) {
+      for (const int32_t v : groups) {
         const PlacementTrees::Node& n = trees.node(v);
         const TreeItem& item = trees.items()[i];
         least = std::min(least, n.degree * (item.tokens * n.time_per_token + item.attention * n.attention_share));
@@ -247,13 +239,12 @@ class BranchAndBound {
     }
   }
 
-  /// Finds a placement that is faster than `time`, at most `num_trials` long. Returns whether no other one is faster.
-  bool run(double time, int64_t num_trials) {
-    best_time_ = time;
+  bool run(int64_t num_trials) {
+    trees_.load(best_);
+    best_time_ = trees_.slowest();
     trials_left_ = num_trials;
     trees_.clear();
     place(0, trees_.slowest());
-    trees_.load(best_);
     return trials_left_ > 0;
   }
 
@@ -264,16 +255,15 @@ class BranchAndBound {
       best_ = node_;
       return;
     }
-    std::vector<int32_t> nodes;
+    std::vector<int32_t> nodes(groups_.begin(), groups_.end());
     double room = 0;  // time of ranks, below the best so far, where an item fits
-    for (int32_t v = 0; v < trees_.num_nodes(); ++v) {
-      nodes.push_back(v);
+    for (const int32_t v : nodes) {
       const double left = trees_.node(v).degree * (best_time_ - trees_.state(v).time);
       if (left > rest_[node_.size() - 1]) room += left;
     }
     if (room <= rest_[i]) return;
     std::ranges::stable_sort(nodes, {}, [&](int32_t v) { return trees_.state(v).time; });
-    for (size_t k = 0; k < nodes.size() && best_time_ > options_.good_enough; ++k) {
+    for (size_t k = 0; k < nodes.size() && best_time_ > good_enough_; ++k) {
       const int32_t v = nodes[k];
       if (k > 0 && is_like(v, nodes[k - 1])) continue;
       if (--trials_left_ <= 0) return;
@@ -288,7 +278,7 @@ class BranchAndBound {
     }
   }
 
-  /// Whether two bags would take any item alike.
+  /// Whether two groups would take any item alike.
   bool is_like(int32_t a, int32_t b) const {
     const auto figures = [&](int32_t v) {
       const PlacementTrees::Node& n = trees_.node(v);
@@ -298,9 +288,10 @@ class BranchAndBound {
   }
 
   PlacementTrees& trees_;
+  std::span<const int32_t> groups_;
   std::vector<int32_t>& best_;
   std::vector<int32_t> node_;
-  SearchOptions options_;
+  double good_enough_;
   double best_time_ = 0;
   int64_t trials_left_ = 0;
   InterruptChecks checks_;
@@ -309,36 +300,30 @@ class BranchAndBound {
 
 }  // namespace
 
-bool are_few(const PlacementTrees& trees) {
-  return trees.num_nodes() == trees.num_bags() &&
-         std::max(std::ssize(trees.items()), ptrdiff_t{trees.num_bags()}) <= kFewItems;
+bool place_few(PlacementTrees& trees, std::span<const int32_t> groups, std::vector<int32_t>& node_of_item,
+               const SearchOptions& options) {
+  constexpr int64_t kTrials = 4000, kTrialsPerMove = 4;
+  if (std::max(std::ssize(node_of_item), std::ssize(groups)) > kFewItems) return false;
+  return BranchAndBound(trees, groups, node_of_item, options.good_enough)
+      .run(kTrials + kTrialsPerMove * options.num_moves);
 }
 
-void improve(PlacementTrees& trees, std::vector<int32_t>& node_of_item, double time, SearchOptions options) {
-  constexpr int kMaxRounds = 4;
+void improve(PlacementTrees& trees, std::vector<int32_t>& node_of_item, const SearchOptions& options) {
   constexpr double kRangeOverGain = 2, kMinGain = 1e-3;
-  if (are_few(trees) && time > options.good_enough) {
-    constexpr int64_t kTrials = 4000, kTrialsPerMove = 8;
-    const int64_t num_trials = kTrials + kTrialsPerMove * options.num_moves;
-    if (BranchAndBound(trees, node_of_item, options).run(time, num_trials)) return;
-    time = trees.slowest();
-  }
-  for (int round = 0; round < kMaxRounds; ++round) {
-    const double before = time;
-    if (node_of_item.empty() || options.num_moves == 0 || before <= options.good_enough) return;
-    // The floor is as far below the bound that what remains to be gained is this part of the range.
-    trees.set_reference(before - kRangeOverGain * std::max(before - options.bound, kMinGain), before);
-    time = Search(trees, node_of_item, options).run();
-    if (time > (before + options.bound) / 2) return;
-    options.key += uint64_t{1} << 32;
-  }
+  trees.load(node_of_item);
+  const double time = trees.slowest();
+  if (node_of_item.empty() || options.num_moves == 0 || time <= options.good_enough) return;
+  // The floor is as far below the bound that what remains to be gained is this part of the range.
+  trees.set_reference(time - kRangeOverGain * std::max(time - options.bound, kMinGain), time);
+  Search(trees, node_of_item, options).run();
 }
 
 int64_t num_moves(const PlacementTrees& trees, int64_t effort) {
   // In a small instance a move is worth more, and there is time for more of them.
-  constexpr int64_t kMin = 2000, kMax = 100'000, kPerItem = 120;
-  // Where construction does not keep the limit of tokens, low effort searches as well.
-  if (effort >= 0) return trees.keeps_limit() ? effort : std::max(effort, kMin);
+  constexpr int64_t kMin = 2000, kMax = 125'000, kPerItem = 150;
+  // Of few items a construction may be far from the best, and a search takes hardly any time.
+  const bool is_needed = std::ssize(trees.items()) <= kFewItems || !trees.keeps_limit();
+  if (effort >= 0) return is_needed ? std::max(effort, kMin) : effort;
   const int64_t moves = std::clamp(kPerItem * std::ssize(trees.items()), kMin, kMax);
   return effort == Effort::kHigh ? 50 * moves : moves;
 }

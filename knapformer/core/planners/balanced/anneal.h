@@ -5,15 +5,15 @@
 // the bags involved falls. If the energy rises, it keeps the change with a probability that grows with the temperature.
 // The result is the placement with the lowest time of the slowest group.
 //
-// Few sequences in flat bags are placed by branch and bound first, which a local search cannot replace: ranks of 4, 3
-// and 2 sequences may be even where no move or swap leads from 3, 3 and 3 to them. If that ends by itself, its
-// placement is proven to be the best, and nothing is annealed.
+// Few sequences in flat bags are placed by branch and bound, which a local search cannot replace: ranks of 4, 3 and 2
+// sequences may be even where no move or swap leads from 3, 3 and 3 to them.
 //
 // Steps are counted, not timed, and random numbers are counter-based with a key from the input: the result is the same
 // on every machine.
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "knapformer/core/planners/balanced/placement_tree.h"
@@ -22,9 +22,6 @@ namespace knapformer {
 
 /// With 24 in bags of a rank, branch and bound takes a millisecond at default effort.
 constexpr int32_t kFewItems = 24;
-/// Whether there are at most so many items and bags, all flat. Then `improve` begins with branch and bound, at any
-/// effort.
-bool are_few(const PlacementTrees& trees);
 
 struct SearchOptions {
   int64_t num_moves = 0;
@@ -34,14 +31,20 @@ struct SearchOptions {
   double bound = 0;
   /// Stops when the slowest group takes no longer than this: what is left to gain does not matter.
   double good_enough = 0;
+  /// Whether items stay in the smallest groups that they fit into.
+  bool shares_least = false;
   /// In units of energy, at the first and the last step.
   double first_temperature = 1;
-  double last_temperature = 0.05;
+  double last_temperature = 0.0005;
 };
 
-/// Improves `node_of_item`, whose items are in the trees, and again while a round gains much: the energy of a round is
-/// scaled to the time at its start. `time`: of the slowest group, as far as it can be lowered.
-void improve(PlacementTrees& trees, std::vector<int32_t>& node_of_item, double time, SearchOptions options);
+/// Places at most kFewItems items in as many of these groups, which have no rank in common, no slower than they lie.
+/// Returns whether no other placement in the groups is faster. More items stay where they are.
+bool place_few(PlacementTrees& trees, std::span<const int32_t> groups, std::vector<int32_t>& node_of_item,
+               const SearchOptions& options);
+
+/// Anneals the placement, which is left in the trees. It is never slower than before.
+void improve(PlacementTrees& trees, std::vector<int32_t>& node_of_item, const SearchOptions& options);
 
 /// The moves of an effort (Effort::moves).
 int64_t num_moves(const PlacementTrees& trees, int64_t effort);

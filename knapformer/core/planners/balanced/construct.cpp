@@ -140,17 +140,17 @@ double Construction::place_all(double target, FitBy fit_by, std::vector<int32_t>
   return trees_.slowest();
 }
 
-Construction::Placed Construction::place_under_targets(FitBy fit_by, double bound, int32_t num_targets) {
-  Placed best;
-  std::vector<int32_t> trial;
+std::vector<int32_t> Construction::place_under_targets(FitBy fit_by, double bound, int32_t num_targets) {
+  std::vector<int32_t> best, trial;
+  double best_time = kInfinity;
   double low = 0, high = 0;  // margins: missed, met
   double margin = 0.02;
   bool is_met = false;
-  for (int32_t i = 0; i < num_targets && best.time > bound * Effort::kGoodEnough; ++i) {
+  for (int32_t i = 0; i < num_targets && best_time > bound * Effort::kGoodEnough; ++i) {
     const double time = place_all(bound * (1 + margin), fit_by, trial);
-    if (time < best.time) {
-      best.node_of_item.swap(trial);
-      best.time = time;
+    if (time < best_time) {
+      best.swap(trial);
+      best_time = time;
     }
     if (time <= bound * (1 + margin)) {
       high = std::min(margin, time / bound - 1);

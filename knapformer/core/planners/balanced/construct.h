@@ -28,13 +28,9 @@ class Construction {
   /// target.
   double place_all(double target, FitBy fit_by, std::vector<int32_t>& node_of_item);
 
-  struct Placed {
-    std::vector<int32_t> node_of_item;
-    double time = kInfinity;
-  };
   /// Places all items under a few targets above the bound of the time: doubling the margin while the placement misses
   /// its target, halving it while it meets it. Returns the best placement.
-  Placed place_under_targets(FitBy fit_by, double bound, int32_t num_targets);
+  std::vector<int32_t> place_under_targets(FitBy fit_by, double bound, int32_t num_targets);
 
  private:
   /// Groups of one degree and about one speed. Groups only fill up, so an outdated load is too low. It is therefore

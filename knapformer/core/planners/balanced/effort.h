@@ -19,8 +19,8 @@ struct Effort {
   /// More moves take minutes for a replica, and find nothing that this many do not find.
   static constexpr int64_t kMaxMoves = 100'000'000;
 
-  /// In units of the lower bound: for a plan within this, no search is worthwhile.
-  static constexpr double kGoodEnough = 1.0002, kGoodEnoughAtLowEffort = 1.001;
+  /// In units of the lower bound: for a plan within this, no search is worthwhile, and for a start of one no other.
+  static constexpr double kGoodEnough = 1.0002, kGoodStart = 1.001;
 
   int64_t moves = kDefault;
 

@@ -7,9 +7,7 @@
 
 namespace knapformer {
 
-PlacementTrees::PlacementTrees(const PlanInput& input, int32_t replica, Objective objective, int32_t num_micro_batches,
-                               int32_t stride)
-    : objective_(objective) {
+PlacementTrees::PlacementTrees(const PlanInput& input, int32_t replica, int32_t num_micro_batches, int32_t stride) {
   const Topology& topology = input.topology;
   const int32_t num_ranks = topology.num_ranks_per_replica();
   const auto [first, last] = input.sequences_of(replica);
@@ -47,10 +45,6 @@ PlacementTrees::PlacementTrees(const PlanInput& input, int32_t replica, Objectiv
                 .backward_attention = passes.attention_backward / passes.attention(),
                 .forward_exchange = passes.forwards / passes.exchanges(),
                 .backward_exchange = passes.backwards / passes.exchanges()};
-    const auto beside = [](double exchange, double attention) { return attention > 0 ? exchange / attention : 0; };
-    overlap_.exposed =
-        (1 - overlap_.pre_attn) * std::max(beside(overlap_.forward_exchange, overlap_.forward_attention),
-                                           beside(overlap_.backward_exchange, overlap_.backward_attention));
   }
 
   for (const BagShape& shape : topology.shapes()) {
@@ -150,12 +144,6 @@ bool PlacementTrees::keeps_limit() const {
   return true;
 }
 
-double PlacementTrees::slowest_with_exchange() const {
-  double time = 0;
-  for (int32_t bag = 0; bag < num_bags(); ++bag) time = std::max(time, time_with_exchange(bag));
-  return time;
-}
-
 void PlacementTrees::clear() {
   for (State& state : states_) state = {};
   update_all();
@@ -185,23 +173,16 @@ int32_t PlacementTrees::top_of_group(int32_t v) const {
   return top;
 }
 
-double PlacementTrees::group_time(int32_t top, double exchange) const {
-  const State& group = state(top);
-  if (objective_ == Objective::kFlat) return group.max_token_time + group.max_attention;
-  return node(top).head_start + group.max_token_time + attention_phase(group, exchange) + node(top).latency;
-}
-
-double PlacementTrees::group_time(int32_t v) const {
+double PlacementTrees::group_time(int32_t v, double exchange) const {
   const int32_t top = top_of_group(v);
-  return group_time(top, state(top).max_exchange);
+  return node(top).head_start + state(top).max_token_time + attention_phase(state(top), exchange) + node(top).latency;
 }
 
 double PlacementTrees::even_group_time(int32_t v) const {
   double exchange = 0;
   for (int32_t x = v; x >= 0; x = node(x).parent)
     exchange += state(x).tokens * node(x).exchange_per_token / node(x).degree;
-  const int32_t top = top_of_group(v);
-  return group_time(top, std::min(exchange, state(top).max_exchange));
+  return group_time(v, std::min(exchange, state(top_of_group(v)).max_exchange));
 }
 
 void PlacementTrees::set_reference(double floor, double reference) {

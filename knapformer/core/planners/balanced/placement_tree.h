@@ -25,9 +25,7 @@
 //
 // Note on overlap. A rank's attention phase is  shared + post_attn + max(pre_attn, whole)  if attention on whole
 // sequences hides pre_attn. With each term's maximum over the group's ranks, post_attn + max(whole + shared, shared +
-// pre_attn) is an upper bound. Where whole + shared is the longer one, this bound is too high: a rank with fewer whole
-// tokens attends less and exchanges more. So the maximum of  shared + whole + post_attn  is kept as well, in the same
-// way as that of the exchange.
+// pre_attn) is an upper bound.
 //
 // All these times are at least what cost/step_time.h predicts, and equal if the phases of a group are all longest on
 // the same rank: a plan that is good by these times is good however phases overlap.
@@ -46,12 +44,6 @@
 #include "knapformer/core/util/infinity.h"
 
 namespace knapformer {
-
-/// What the solver balances.
-enum class Objective {
-  kTime,  // predicted time of the slowest group
-  kFlat,  // flat bags only: see FlatGoal
-};
 
 /// A sequence as the solver sees it.
 struct TreeItem {
@@ -93,18 +85,15 @@ class PlacementTrees {
     double max_attention = 0;         // over ranks, from this node down
     double max_shared_attention = 0;  // the same, on shared sequences only
     double max_exchange = 0;
-    double max_exposed = 0;                // over ranks, of attention plus the exchange that it never hides
-    double above[kMaxAbove] = {};          // see the note on exchange, by the depth of the node above
-    double above_exposed[kMaxAbove] = {};  // the same for max_exposed
-    double time = 0;                       // of the slowest connected group
-    double energy = 0;                     // see set_reference
+    double above[kMaxAbove] = {};  // see the note on exchange, by the depth of the node above
+    double time = 0;               // of the slowest connected group
+    double energy = 0;             // see set_reference
     int32_t num_sequences = 0;
   };
 
   /// Builds the trees of the replica's bags, which each of several micro-batches has. `stride`: of so many bags and of
   /// so many sequences one is taken, for a sample, which is not to be asked for placements.
-  PlacementTrees(const PlanInput& input, int32_t replica, Objective objective, int32_t num_micro_batches = 1,
-                 int32_t stride = 1);
+  PlacementTrees(const PlanInput& input, int32_t replica, int32_t num_micro_batches = 1, int32_t stride = 1);
   /// The time that each micro-batch is to take. What counts is how far a bag is above its level: from now on a bag's
   /// time is that of its sequences, and what its level is below the highest one. Times are out of date until `clear`.
   void set_levels(std::span<const double> levels_s);
@@ -153,7 +142,7 @@ class PlacementTrees {
   void update_bag(int32_t bag);
   void update_all();
   /// Time of the connected group that v is in. If v is in none, the time as if v were one.
-  double group_time(int32_t v) const;
+  double group_time(int32_t v) const { return group_time(v, state(top_of_group(v)).max_exchange); }
   /// The same, as if v's ranks had equal chunks of the sequences that they share. While a group fills up, ranks without
   /// whole sequences hold more of the shared ones: then this is closer to the final time of the group.
   double even_group_time(int32_t v) const;
@@ -169,23 +158,6 @@ class PlacementTrees {
   /// Energy: the sum over ranks of ((time of the rank's group - floor) / (reference - floor))^16, or 0 below the floor.
   /// The slowest groups dominate its gradient, the more so the closer the floor is to the reference.
   void set_reference(double floor, double reference);
-  /// Objective::kFlat evens out the bags' work or, if `of_time`, their time, exchange included. Work or time beyond its
-  /// maximum has a very high penalty.
-  struct FlatGoal {
-    bool of_time = false;
-    double max_work = kInfinity;
-    double max_time = kInfinity;
-  };
-  void set_flat_goal(const FlatGoal& goal) {
-    flat_goal_ = goal;
-    update_all();
-  }
-  /// A bag's time with its exchange, for either objective; below, the maximum of this over bags.
-  double time_with_exchange(int32_t bag) const {
-    const State& s = state(root(bag));
-    return s.max_token_time + s.max_attention + s.max_exchange + node(root(bag)).latency;
-  }
-  double slowest_with_exchange() const;
 
   /// The nodes that a change of one or two nodes affects: these and the nodes above them, each once, children before
   /// parents. With their states before the change, for restore.
@@ -219,21 +191,18 @@ class PlacementTrees {
   }
   /// The largest group that holds a sequence and contains v, or v if there is none.
   int32_t top_of_group(int32_t v) const;
-  double group_time(int32_t top, double exchange) const;
+  double group_time(int32_t v, double exchange) const;
   /// The attention and the exchange of a connected group, without the part that is hidden.
   double attention_phase(const State& group, double exchange) const;
   void update(int32_t v);
   void change(const TreeItem& item, int32_t v, double sign);
 
-  Objective objective_;
   double unit_s_ = 1;
   double floor_ = 0;
   double inverse_range_ = 1;
-  FlatGoal flat_goal_;
   /// How the attention and the exchange of a block divide over its passes. See attention_phase.
   struct Overlap {
     double pre_attn = 0;  // part of the exchange; 0 if nothing hides it
-    double exposed = 1;   // part of the exchange, for max_exposed: from the pass with the most exchange per attention
     double forward_attention = 0, backward_attention = 0;
     double forward_exchange = 0, backward_exchange = 0;
   };
@@ -284,8 +253,7 @@ inline double PlacementTrees::attention_phase(const State& group, double exchang
   if (overlap_.pre_attn == 0) return group.max_attention + exchange;
   const auto pass = [&](double part_of_attention, double part_of_exchange) {
     const double part = exchange * part_of_exchange;
-    return std::max(std::min(group.max_exposed * part_of_attention,
-                             group.max_attention * part_of_attention + part * (1 - overlap_.pre_attn)),
+    return std::max(group.max_attention * part_of_attention + part * (1 - overlap_.pre_attn),
                     group.max_shared_attention * part_of_attention + part);
   };
   return pass(overlap_.forward_attention, overlap_.forward_exchange) +
@@ -298,7 +266,7 @@ inline void PlacementTrees::update(int32_t v) {
   const bool shared = state.num_sequences > 0;
   const auto depth = static_cast<size_t>(n.depth);
   const State* const children = states_.data() + n.first_child;
-  double tokens = state.tokens, token_time = 0, attention = 0, shared_attention = 0, exchange = 0, exposed = 0;
+  double tokens = state.tokens, token_time = 0, attention = 0, shared_attention = 0, exchange = 0;
   double time = 0, energy = 0;
   for (int32_t i = 0; i < n.num_children; ++i) {
     const State& child = children[i];
@@ -307,7 +275,6 @@ inline void PlacementTrees::update(int32_t v) {
     attention = std::max(attention, child.max_attention);
     shared_attention = std::max(shared_attention, child.max_shared_attention);
     exchange = std::max(exchange, child.max_exchange);
-    exposed = std::max(exposed, child.max_exposed);
     time = std::max(time, child.time);
     energy += child.energy;
   }
@@ -329,42 +296,22 @@ inline void PlacementTrees::update(int32_t v) {
   const double filled = n.exchange_per_token * tokens_per_rank;
   if (n.num_children == 0) {
     exchange = filled;
-    exposed = overlap_.exposed * filled;
   } else if (shared) {
-    for (int32_t i = 0; i < n.num_children; ++i) {
-      exchange = std::max(exchange, children[i].above[depth] + filled);
-      exposed = std::max(exposed, children[i].above_exposed[depth] + overlap_.exposed * filled);
-    }
+    for (int32_t i = 0; i < n.num_children; ++i) exchange = std::max(exchange, children[i].above[depth] + filled);
   }
-  exposed += state.attention;
   state.max_exchange = exchange;
-  state.max_exposed = exposed;
 
   if (shared || n.num_children == 0) {
-    for (size_t k = 0; k < depth; ++k) {
-      const double whole = n.above_exchange[k] * tokens_per_rank;
-      state.above[k] = exchange - whole;
-      state.above_exposed[k] = exposed - overlap_.exposed * whole;
-    }
+    for (size_t k = 0; k < depth; ++k) state.above[k] = exchange - n.above_exchange[k] * tokens_per_rank;
     time = n.head_start + token_time + attention_phase(state, exchange) + (shared ? n.latency : 0);
-    if (objective_ == Objective::kFlat) {
-      constexpr double kPenalty = 1000;
-      const double work = token_time + attention;
-      const double excess = std::max(0.0, work - flat_goal_.max_work) + std::max(0.0, time - flat_goal_.max_time);
-      time = (flat_goal_.of_time ? time : work) + kPenalty * excess;
-    }
     state.time = time;
     state.energy = n.degree * energy_of_rank(time);
     return;
   }
   for (size_t k = 0; k < depth; ++k) {
-    double above = children[0].above[k], above_exposed = children[0].above_exposed[k];
-    for (int32_t i = 1; i < n.num_children; ++i) {
-      above = std::max(above, children[i].above[k]);
-      above_exposed = std::max(above_exposed, children[i].above_exposed[k]);
-    }
+    double above = children[0].above[k];
+    for (int32_t i = 1; i < n.num_children; ++i) above = std::max(above, children[i].above[k]);
     state.above[k] = above;
-    state.above_exposed[k] = above_exposed;
   }
   state.time = time;
   state.energy = energy;

@@ -8,7 +8,7 @@
 namespace knapformer {
 namespace {
 
-/// Bags of one size that follow each other in a replica, with the same capacity.
+/// The bags of one size in a replica.
 struct BagQueue {
   int32_t num_ranks = 0;
   int32_t first_bag = 0;
@@ -29,12 +29,11 @@ std::vector<BagQueue> make_queues(const Topology& topology, int32_t replica, dou
                       .occupancy = WinnerTree(static_cast<size_t>(shape.num_bags))});
     first += shape.num_bags;
   }
-  std::ranges::stable_sort(queues, {}, &BagQueue::num_ranks);
   return queues;
 }
 
-void assign_replica(const PlanInput& input, const Topology& topology, int32_t replica, Capacity capacity,
-                    std::span<Placement> placements) {
+void assign_replica(const PlanInput& input, int32_t replica, Capacity capacity, std::span<Placement> placements) {
+  const Topology& topology = input.topology;
   const int32_t num_ranks = topology.num_ranks_per_replica();
   const auto [first, last] = input.sequences_of(replica);
   // In TFLOP, as in the authors' code: so sums round alike, and near-ties of occupancy are decided the same way.
@@ -43,8 +42,6 @@ void assign_replica(const PlanInput& input, const Topology& topology, int32_t re
   for (int32_t s = first.value; s < last.value; ++s) total_work += work_of(SequenceId(s));
 
   std::vector<BagQueue> queues = make_queues(topology, replica, total_work / num_ranks);
-  // Bags of one size are in several queues if a flattened topology has other bags between them.
-  const auto first_largest = std::ranges::find(queues, queues.back().num_ranks, &BagQueue::num_ranks);
   for (const SequenceId id : input.by_descending_work(replica)) {
     const double work = work_of(id);
     const int64_t length = input.seq_lens[id];
@@ -54,10 +51,7 @@ void assign_replica(const PlanInput& input, const Topology& topology, int32_t re
       const bool candidate = queue.capacity * (1 - used) >= work && length >= queue.num_ranks;
       if (candidate && (best == nullptr || queue.occupancy.min() < best->occupancy.min())) best = &queue;
     }
-    if (best == nullptr) {
-      best = &*std::ranges::min_element(first_largest, queues.end(), {},
-                                        [](const BagQueue& queue) { return queue.occupancy.min(); });
-    }
+    if (best == nullptr) best = &queues.back();
     const BagId bag = best->least_occupied();
     placements[id.index()] = {.bag = bag, .first_rank = topology.bag(bag).first_rank, .degree = best->num_ranks};
     best->occupancy.set_min(best->occupancy.min() + work / best->capacity);
@@ -66,15 +60,15 @@ void assign_replica(const PlanInput& input, const Topology& topology, int32_t re
 
 }  // namespace
 
-std::vector<Placement> greedy_placements(const PlanInput& input, const Topology& topology, Capacity capacity) {
+std::vector<Placement> greedy_placements(const PlanInput& input, Capacity capacity) {
   std::vector<Placement> placements(static_cast<size_t>(input.seq_lens.num_sequences()));
-  for (int32_t replica = 0; replica < topology.num_replicas(); ++replica)
-    assign_replica(input, topology, replica, capacity, placements);
+  for (int32_t replica = 0; replica < input.topology.num_replicas(); ++replica)
+    assign_replica(input, replica, capacity, placements);
   return placements;
 }
 
 Plan plan_greedy(PlanInput input, Capacity capacity) {
-  std::vector<Placement> placements = greedy_placements(input, input.topology, capacity);
+  std::vector<Placement> placements = greedy_placements(input, capacity);
   const char* const name = capacity == Capacity::kWhole ? "greedy" : "greedy_remaining";
   return Plan(std::move(input), name, std::move(placements));
 }

@@ -17,13 +17,8 @@ enum class Capacity { kWhole, kRemaining };
 ///    tokens as the bag has ranks. With no candidate, the bags of the largest size are (the paper says nothing of it).
 /// 4. Take the candidate with the lowest occupancy (assigned work over capacity), ties by size, then id.
 ///
-/// O(n log n + n (log bags + distinct bag sizes)).
-///
-/// `topology` is flat, and may differ from the input's, but has the same ranks.
-std::vector<Placement> greedy_placements(const PlanInput& input, const Topology& topology,
-                                         Capacity capacity = Capacity::kWhole);
-
-/// Of valid input.
+/// O(n log n + n (log bags + distinct bag sizes)). Of valid input, in flat bags.
+std::vector<Placement> greedy_placements(const PlanInput& input, Capacity capacity = Capacity::kWhole);
 Plan plan_greedy(PlanInput input, Capacity capacity);
 
 }  // namespace knapformer

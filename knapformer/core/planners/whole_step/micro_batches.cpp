@@ -15,7 +15,7 @@
 #include "knapformer/core/planners/balanced/uneven_chunks.h"
 #include "knapformer/core/planners/planner.h"
 #include "knapformer/core/planners/topology_choice.h"
-#include "knapformer/core/planners/whole_step/levels.h"
+#include "knapformer/core/planners/whole_step/packing.h"
 #include "knapformer/core/util/error.h"
 #include "knapformer/core/util/infinity.h"
 
@@ -23,11 +23,13 @@ namespace knapformer {
 namespace {
 
 /// In a step of more sequences each micro-batch is planned at low effort.
-constexpr int32_t kFewSequences = 4096;
+constexpr size_t kFewSequences = 4096;
 /// Shorter by more than the rounding of sums in another order.
 constexpr double kShorter = 1 - 1e-12;
-/// Many sequences are not planned one micro-batch at a time for a step that is shorter by less.
+/// What takes long to plan, or holds the most tokens, is not planned for a step that is shorter by less.
 constexpr double kHardly = 1.001;
+/// Where ranks wait once, all sequences are only put into one micro-batch if the step is so much shorter.
+constexpr double kLonger = 1.02;
 
 /// The step's sequences as if they were one micro-batch's.
 PlanInput all_at_once(const StepInput& input) {
@@ -45,17 +47,17 @@ class StepSolver {
 
   StepPlan solve() {
     if (input_.sync == StepSync::kStep) consider_sums();
-    if (!best_) consider_packing();
-    const SequenceLengths& seq_lens = input_.sequences.seq_lens;
-    consider_planned(micro_batches_as_given(seq_lens, input_.num_micro_batches), has_few() ? 1 : kHardly);
-    if (input_.sync == StepSync::kMicroBatch) {
-      // One micro-batch of all sequences holds the most tokens. At low effort packings are less exact.
-      const double handicap =
-          effort_.moves == Effort::kLow ? kHardly + 2e-3 * (1 - 2.0 / input_.num_micro_batches) : Effort::kGoodEnough;
-      consider_planned(std::vector<int32_t>(seq_lens.lens().size(), 0), handicap);
+    if (!best_ && blocks_lower_bound_s(input_) > 0) {
+      if (const auto packing = pack_by_time(input_, num_usable(), effort_)) consider(*packing);
     }
+    const SequenceLengths& seq_lens = input_.sequences.seq_lens;
+    const size_t num_sequences = seq_lens.lens().size();
+    consider_planned(micro_batches_as_given(seq_lens, input_.num_micro_batches),
+                     num_sequences <= kFewSequences ? 1 : kHardly);
+    // One micro-batch of all sequences holds the most tokens.
+    if (input_.sync == StepSync::kMicroBatch) consider_planned(std::vector<int32_t>(num_sequences, 0), kHardly);
     for (const bool in_whole_bags : {false, true}) {
-      if (!best_) consider(pack_by_tokens(input_.sequences, num_usable(), in_whole_bags), {});
+      if (!best_) consider(pack_by_tokens(input_.sequences, num_usable(), in_whole_bags));
     }
     if (!best_) consider_one_by_one();
     if (!best_) refuse();
@@ -63,9 +65,7 @@ class StepSolver {
   }
 
  private:
-  bool has_few() const { return input_.sequences.seq_lens.num_sequences() <= kFewSequences; }
-  double fixed_s() const { return input_.num_micro_batches * input_.sequences.cluster.fixed_s; }
-
+  /// handicap: at least so many times as short must the plan be as the best so far.
   void consider(StepPlan plan, double handicap = 1) {
     const double time_s = predict_accumulated(plan).total_s;
     if (best_ && time_s * handicap >= best_s_ * kShorter) return;
@@ -88,40 +88,8 @@ class StepSolver {
     return static_cast<int32_t>(std::min({int64_t{input_.num_micro_batches}, usable, most}));
   }
 
-  /// Packs under the levels that seem the best, and anneals the packing.
-  void consider_packing() {
-    const PlanInput& step = input_.sequences;
-    const double bound_s = blocks_lower_bound_s(input_);
-    if (bound_s <= 0) return;
-    const int32_t count = num_usable();
-    const bool is_sampled = sample_stride(input_, count) > 1, is_low = effort_.moves == Effort::kLow;
-    std::vector<Levels> tried = ranked_levels(input_, count, effort_);
-    Packer packer(step, count);
-    // A sample shows which levels are good, but not which are the best, nor whether all sequences keep the limit.
-    const size_t num_packed = !is_sampled ? 1 : is_low ? 2 : 6, most_packed = 8;
-    Levels best{.time_s = kInfinity};
-    for (size_t i = 0; i < std::min(tried.size(), best.time_s < kInfinity ? num_packed : most_packed); ++i) {
-      tried[i].time_s = packed_s(input_, packer.pack(tried[i]));
-      if (tried[i].time_s < best.time_s) best = tried[i];
-    }
-    if (best.time_s == kInfinity) return;
-    Packing packing = packer.pack(best);
-    if (!is_low && best.time_s > levels_time_s(input_, best.levels_s) * Effort::kGoodEnough) {
-      // Annealing finds its way better from what shares the least.
-      constexpr double kAboutAsShort = 1.006;
-      const auto alone = std::ranges::find(tried, kInfinity, &Levels::margin_s);
-      if (alone != tried.end() && packed_s(input_, packer.pack(*alone)) < best.time_s * kAboutAsShort)
-        best = *alone;
-      else
-        packer.pack(best);
-      Packing annealed = packer.anneal(best.levels_s, effort_);
-      if (packed_s(input_, annealed) < packed_s(input_, packing)) packing = std::move(annealed);
-    }
-    consider(packing, best.levels_s);
-  }
-
   /// Plans the micro-batches: as packed if that is good enough, else by the planner if that is better.
-  void consider(const Packing& packing, std::span<const double> levels_s) {
+  void consider(const Packing& packing) {
     std::vector<PlanInput> inputs = micro_batch_inputs(input_, packing.micro_batches);
     std::vector<std::vector<Placement>> placements(inputs.size());
     for (size_t s = 0; s < packing.placements.size(); ++s)
@@ -131,7 +99,7 @@ class StepSolver {
       bring_home(inputs[k], placements[k]);
       std::vector<int64_t> chunk_lens = uneven_chunk_lens(inputs[k], placements[k]);
       Plan packed(std::move(inputs[k]), "packed", std::move(placements[k]), std::move(chunk_lens));
-      std::optional<Plan> plan = better_of(std::move(packed), k < levels_s.size() ? levels_s[k] : 0);
+      std::optional<Plan> plan = better_of(std::move(packed), k < packing.levels_s.size() ? packing.levels_s[k] : 0);
       if (!plan) return;
       plans.push_back(*std::move(plan));
     }
@@ -170,7 +138,7 @@ class StepSolver {
 
   void consider_sums();
   /// Considers the plan of all sequences, cut into these micro-batches, if that keeps the limit of tokens.
-  void consider_cut(const Plan& sums, std::vector<int32_t> micro_batches);
+  void consider_cut(const Plan& sums, std::vector<int32_t> micro_batches, double handicap);
 
   /// The micro-batches planned one by one, but not where even their lower bound is no shorter.
   void consider_planned(std::vector<int32_t> micro_batches, double handicap) {
@@ -204,7 +172,7 @@ class StepSolver {
             {.bag = bag, .first_rank = topology.bag(bag).first_rank, .degree = topology.bag(bag).num_ranks});
       }
     }
-    consider(packing, {});
+    consider(packing);
   }
 
   StepInput input_;
@@ -249,21 +217,21 @@ void StepSolver::consider_sums() {
     for (const Chunk& chunk : chunks) tokens[best * num_ranks + chunk.rank.index()] += chunk.num_tokens;
     micro_batches[s] = static_cast<int32_t>(best);
   }
-  consider_cut(*sums, std::move(micro_batches));
+  consider_cut(*sums, std::move(micro_batches), 1);
   // Ranks that share may have unequal work of their own, which evens out only within one micro-batch.
   if (sums->attention_tokens_moved() > 0) {
     const auto last = static_cast<int32_t>(num_micro_batches - 1);  // after which gradients are reduced
-    consider_cut(*sums, std::vector<int32_t>(order.size(), last));
+    consider_cut(*sums, std::vector<int32_t>(order.size(), last), kLonger);
   }
 }
 
-void StepSolver::consider_cut(const Plan& sums, std::vector<int32_t> micro_batches) {
+void StepSolver::consider_cut(const Plan& sums, std::vector<int32_t> micro_batches, double handicap) {
   Ragged<int64_t> chunk_lens;
   for (int32_t s = 0; s < sums.num_sequences(); ++s) append_chunk_lens(sums, SequenceId(s), chunk_lens);
   const std::vector<std::string> solvers(static_cast<size_t>(input_.num_micro_batches), sums.solver());
   std::vector<Plan> plans = plans_as_placed(input_, micro_batches, sums.placements(), chunk_lens, solvers);
   if (!std::ranges::all_of(plans, [&](const Plan& plan) { return keeps_limit(plan); })) return;
-  consider(StepPlan(input_, std::move(micro_batches), std::move(plans)));
+  consider(StepPlan(input_, std::move(micro_batches), std::move(plans)), handicap);
 }
 
 /// Tokens that a rank of a micro-batch must be able to hold, for the longest sequence.
@@ -321,7 +289,7 @@ StepPlan plan_step(StepInput input, std::string_view solver, Effort effort) {
   }
   try {
     check_token_limit(input);
-    if (input.sequences.seq_lens.num_sequences() > kFewSequences) effort.moves = Effort::kLow;
+    if (input.sequences.seq_lens.lens().size() > kFewSequences) effort.moves = Effort::kLow;
     return StepSolver(input, solver, effort).solve();
   } catch (const TokenLimitError&) {
     if (is_single) make_plan(input.sequences, solver, effort);  // throws, and names a limit that it keeps

@@ -1,72 +1,234 @@
 #include "knapformer/core/planners/whole_step/packing.h"
 
 #include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <span>
+#include <utility>
 
+#include "knapformer/core/cost/accumulation.h"
 #include "knapformer/core/cost/step_time.h"
-#include "knapformer/core/planners/balanced/anneal.h"
 #include "knapformer/core/planners/balanced/construct.h"
+#include "knapformer/core/planners/balanced/placement_tree.h"
+#include "knapformer/core/util/infinity.h"
 
 namespace knapformer {
+namespace {
 
-Packer::Packer(const PlanInput& input, int32_t num_micro_batches, int32_t stride)
-    : input_(input), num_micro_batches_(num_micro_batches), stride_(stride) {
-  const int32_t of_replicas = std::min(stride, input.topology.num_replicas());
-  for (int32_t replica = 0; replica < input.topology.num_replicas(); replica += of_replicas) {
-    trees_.emplace_back(input, replica, Objective::kTime, num_micro_batches, stride / of_replicas);
-    if (input.max_tokens_per_rank > 0) trees_.back().set_token_limit(input.max_tokens_per_rank);
-  }
-  nodes_.resize(trees_.size());
-}
+/// The times up to which the ranks of each micro-batch are filled.
+struct Levels {
+  std::vector<double> levels_s = {};  // by micro-batch, of one block
+  /// A sequence goes to the smallest group that then exceeds its level by at most this. If it is infinite, a sequence
+  /// is shared only if it alone takes longer than the highest level, or to keep the limit of tokens.
+  double margin_s = 0;
+  double time_s = 0;  // of a step that was packed under them
+};
 
-Packing Packer::pack(const Levels& levels) {
-  const bool is_alone = levels.margin_s == kInfinity;
-  const double target_s = std::ranges::max(levels.levels_s) + (is_alone ? 0 : levels.margin_s);
-  const auto fit_by = is_alone ? Construction::FitBy::kAlone : Construction::FitBy::kTime;
-  for (size_t r = 0; r < trees_.size(); ++r) {
-    trees_[r].set_levels(levels.levels_s);
-    Construction(trees_[r]).place_all(target_s / trees_[r].unit_s(), fit_by, nodes_[r]);
-  }
-  return packing();
-}
-
-Packing Packer::anneal(std::vector<double> levels_s, Effort effort) {
-  const std::vector<double> times_s = packing().times_s;
-  for (size_t k = 0; k < levels_s.size(); ++k) levels_s[k] = std::min(levels_s[k], times_s[k]);
-  const double bound_s = std::ranges::max(levels_s);
-  for (size_t r = 0; r < trees_.size(); ++r) {
-    trees_[r].set_levels(levels_s);
-    trees_[r].update_all();
-    const double bound = bound_s / trees_[r].unit_s();
-    improve(trees_[r], nodes_[r], trees_[r].slowest(),
-            {.num_moves = num_moves(trees_[r], effort.moves),
-             .key = random_key(input_, static_cast<int32_t>(r)),
-             .bound = bound,
-             .good_enough = bound * Effort::kGoodEnough,
-             .last_temperature = 0.0005});
-  }
-  return packing();
-}
-
-Packing Packer::packing() const {
-  const auto num_placed = static_cast<size_t>(stride_ == 1 ? input_.seq_lens.num_sequences() : 0);
-  Packing packing{.micro_batches = std::vector<int32_t>(num_placed),
-                  .placements = std::vector<Placement>(num_placed),
-                  .times_s = std::vector<double>(static_cast<size_t>(num_micro_batches_))};
-  for (size_t r = 0; r < trees_.size(); ++r) {
-    const PlacementTrees& trees = trees_[r];
-    packing.keeps_limit = packing.keeps_limit && trees.keeps_limit();
-    for (int32_t bag = 0; bag < trees.num_bags(); ++bag) {
-      const double seconds = (trees.bag_time(bag) - trees.node(trees.root(bag)).head_start) * trees.unit_s();
-      double& time_s = packing.times_s[trees.micro_batch_of(bag)];
-      time_s = std::max(time_s, seconds);
+class Packer {
+ public:
+  /// `stride`: of so many bags and sequences, or replicas, one is packed, to see how long all take.
+  Packer(const PlanInput& input, int32_t num_micro_batches, int32_t stride = 1)
+      : input_(input), num_micro_batches_(num_micro_batches), stride_(stride) {
+    const int32_t of_replicas = std::min(stride, input.topology.num_replicas());
+    for (int32_t replica = 0; replica < input.topology.num_replicas(); replica += of_replicas) {
+      trees_.emplace_back(input, replica, num_micro_batches, stride / of_replicas);
+      if (input.max_tokens_per_rank > 0) trees_.back().set_token_limit(input.max_tokens_per_rank);
     }
-    for (size_t i = 0; i < nodes_[r].size() && num_placed > 0; ++i) {
-      const size_t s = trees.items()[i].id.index();
-      packing.micro_batches[s] = trees.micro_batch_of(trees.node(nodes_[r][i]).bag);
-      packing.placements[s] = trees.placement(nodes_[r][i]);
+    nodes_.resize(trees_.size());
+  }
+
+  Packing pack(const Levels& levels) {
+    const bool is_alone = levels.margin_s == kInfinity;
+    const double target_s = std::ranges::max(levels.levels_s) + (is_alone ? 0 : levels.margin_s);
+    const auto fit_by = is_alone ? Construction::FitBy::kAlone : Construction::FitBy::kTime;
+    for (size_t r = 0; r < trees_.size(); ++r) {
+      trees_[r].set_levels(levels.levels_s);
+      Construction(trees_[r]).place_all(target_s / trees_[r].unit_s(), fit_by, nodes_[r]);
+    }
+    const auto num_placed = static_cast<size_t>(stride_ == 1 ? input_.seq_lens.num_sequences() : 0);
+    Packing packing{.micro_batches = std::vector<int32_t>(num_placed),
+                    .placements = std::vector<Placement>(num_placed),
+                    .times_s = std::vector<double>(static_cast<size_t>(num_micro_batches_)),
+                    .levels_s = levels.levels_s};
+    for (size_t r = 0; r < trees_.size(); ++r) {
+      const PlacementTrees& trees = trees_[r];
+      packing.keeps_limit = packing.keeps_limit && trees.keeps_limit();
+      for (int32_t bag = 0; bag < trees.num_bags(); ++bag) {
+        const double seconds = (trees.bag_time(bag) - trees.node(trees.root(bag)).head_start) * trees.unit_s();
+        double& time_s = packing.times_s[trees.micro_batch_of(bag)];
+        time_s = std::max(time_s, seconds);
+      }
+      for (size_t i = 0; i < nodes_[r].size() && num_placed > 0; ++i) {
+        const size_t s = trees.items()[i].id.index();
+        packing.micro_batches[s] = trees.micro_batch_of(trees.node(nodes_[r][i]).bag);
+        packing.placements[s] = trees.placement(nodes_[r][i]);
+      }
+    }
+    return packing;
+  }
+
+  std::span<const PlacementTrees> trees() const { return trees_; }
+
+ private:
+  const PlanInput& input_;
+  int32_t num_micro_batches_, stride_;
+  std::vector<PlacementTrees> trees_;        // by replica
+  std::vector<std::vector<int32_t>> nodes_;  // of their items
+};
+
+/// Of each micro-batch's bags and sequences, one of so many shows which levels are good.
+int32_t sample_stride(const StepInput& input, int32_t num_micro_batches) {
+  constexpr int32_t kRanks = 128;  // of all micro-batches
+  return std::max(1, input.sequences.topology.num_ranks() * num_micro_batches / kRanks);
+}
+
+/// How long a step of these block times takes, for comparisons. Where FSDP hides all of a block, shorter blocks are
+/// better still: so a hundredth of the blocks' time is added. A micro-batch that takes twice the mean holds twice the
+/// tokens: so the step must be 0.1 % shorter.
+double levels_time_s(const StepInput& input, std::vector<double> block_s) {
+  block_s.resize(static_cast<size_t>(input.num_micro_batches));  // those that stay empty take time too
+  const double sum_s = std::accumulate(block_s.begin(), block_s.end(), 0.0);
+  const double highest_s = std::ranges::max(block_s);
+  const double mean_over_highest = highest_s > 0 ? sum_s / input.num_micro_batches / highest_s : 1;
+  const double time_s = accumulated_s(input, block_s) + 0.01 * input.sequences.model.num_blocks * sum_s;
+  return time_s * (1 + 2e-3 * (1 - mean_over_highest));
+}
+
+/// The same; infinite if the packing exceeds the limit of tokens.
+double packed_s(const StepInput& input, const Packing& packing) {
+  return packing.keeps_limit ? levels_time_s(input, packing.times_s) : kInfinity;
+}
+
+class LevelSearch {
+ public:
+  LevelSearch(const StepInput& input, int32_t num_micro_batches, Effort effort)
+      : input_(input),
+        count_(num_micro_batches),
+        is_low_(effort.moves == Effort::kLow),
+        sum_s_(blocks_lower_bound_s(input)),
+        floor_s_(replica_step_s(input.sequences, 0, 0) / input.sequences.model.num_blocks),
+        sample_(input.sequences, num_micro_batches, sample_stride(input, num_micro_batches)) {}
+
+  std::vector<Levels> run() {
+    const double mean_s = sum_s_ / count_;
+    const double spread_s = (mean_s - floor_s_) * (count_ - 1);  // of the first level, above even ones
+    const double good_s =
+        levels_time_s(input_, std::vector<double>(static_cast<size_t>(count_), mean_s)) * (is_low_ ? 1.002 : 1.001);
+    const auto is_good = [&] { return tried_.front().time_s <= good_s; };
+    for (const int32_t max_steps : {0, 1, 2, 3, count_}) {
+      const std::vector<double> levels_s = stepped_levels_s(max_steps, 0);
+      for (const double margin : kMargins) try_levels(levels_s, margin);
+    }
+    const int32_t num_heights = is_low_ ? 10 : 40;
+    for (int32_t i = 0; i <= num_heights && spread_s > 0 && !is_good(); ++i) {
+      for (const int32_t max_steps : {1, count_}) {
+        const std::vector<double> levels_s = stepped_levels_s(max_steps, mean_s + spread_s * i / num_heights);
+        try_levels(levels_s, kMargin);
+        if (!is_low_) try_levels(levels_s, kMargins[1]);
+      }
+    }
+    for (const double margin : kMargins) try_levels(tried_.front().levels_s, margin);
+    for (int32_t i = 0; i < (is_low_ ? 2 : 6) && !is_good(); ++i) shift_best(0.08 * mean_s / (1 << i));
+    std::erase_if(tried_, [](const Levels& tried) { return tried.time_s == kInfinity; });
+    return std::move(tried_);
+  }
+
+ private:
+  /// In units of the mean level.
+  static constexpr double kMargin = 0.004, kMargins[] = {kMargin, 0.02, 0.06, kInfinity};
+
+  /// Shifts each of the first two levels up or down, and those after it the other way, where that is better.
+  void shift_best(double by_s) {
+    for (int32_t k = 0; k < std::min(2, count_ - 1); ++k) {
+      for (const double shift_s : {by_s, -by_s}) {
+        const Levels best = tried_.front();
+        std::vector<double> levels_s = best.levels_s;
+        levels_s[k] += shift_s;
+        for (int32_t j = k + 1; j < count_; ++j) levels_s[j] -= shift_s / (count_ - k - 1);
+        if (std::ranges::min(levels_s) >= 0) try_levels(std::move(levels_s), best.margin_s * count_ / sum_s_);
+      }
     }
   }
-  return packing;
+
+  void try_levels(std::vector<double> levels_s, double margin) {
+    Levels levels{.levels_s = std::move(levels_s), .margin_s = margin * sum_s_ / count_};
+    const auto is_same = [&](const Levels& tried) {
+      return tried.levels_s == levels.levels_s && tried.margin_s == levels.margin_s;
+    };
+    if (std::ranges::any_of(tried_, is_same)) return;
+    levels.time_s = packed_s(input_, sample_.pack(levels));
+    tried_.insert(std::ranges::upper_bound(tried_, levels.time_s, {}, &Levels::time_s), levels);
+  }
+
+  /// The shortest time of a whole item, or of one that so few ranks share that it fits into the step; and their number.
+  std::pair<double, int32_t> least_of(const PlacementTrees& trees, const TreeItem& item) const {
+    int32_t v = 0;
+    for (const int32_t degree : trees.degrees()) {
+      int32_t bag = 0;
+      while (trees.nodes_of(bag, degree).first == trees.nodes_of(bag, degree).second) ++bag;
+      v = trees.nodes_of(bag, degree).first;
+      if (trees.cost(item, v) * trees.unit_s() <= sum_s_) break;
+    }
+    return {trees.cost(item, v) * trees.unit_s(), trees.node(v).degree};
+  }
+
+  /// `max_steps`: so many levels at most are above even ones. `first_s`: the first of them; 0 if it is a step as well.
+  std::vector<double> stepped_levels_s(int32_t max_steps, double first_s) const {
+    const std::span<const PlacementTrees> replicas = sample_.trees();
+    std::vector<double> levels_s;
+    std::vector<size_t> next(replicas.size());  // the longest item that no level has room for yet
+    double left_s = sum_s_;
+    for (int32_t k = 0; k < count_; ++k) {
+      double longest_s = k == 0 ? first_s : 0;
+      for (size_t r = 0; r < replicas.size() && (k > 0 || first_s == 0); ++r) {
+        const auto items = replicas[r].items().subspan(next[r]);
+        if (!items.empty()) longest_s = std::max(longest_s, least_of(replicas[r], items.front()).first);
+      }
+      const double even_s = left_s / (count_ - k);
+      if (longest_s <= even_s || k + 1 == count_ || k == max_steps) {
+        levels_s.resize(static_cast<size_t>(count_), even_s);
+        break;
+      }
+      levels_s.push_back(std::max(even_s, std::min(longest_s, left_s - floor_s_ * (count_ - k - 1))));
+      left_s -= levels_s.back();
+      for (size_t r = 0; r < replicas.size(); ++r) {
+        const auto items = replicas[r].items();
+        for (double free_ranks = replicas[r].num_ranks_per_micro_batch(); next[r] < items.size() && free_ranks > 0;
+             ++next[r]) {
+          const auto [seconds, degree] = least_of(replicas[r], items[next[r]]);
+          free_ranks -= degree / std::max(1.0, std::floor(levels_s.back() / seconds));
+        }
+      }
+    }
+    return levels_s;
+  }
+
+  const StepInput& input_;
+  int32_t count_;
+  bool is_low_;
+  double sum_s_, floor_s_;
+  Packer sample_;
+  std::vector<Levels> tried_;  // the best first
+};
+
+}  // namespace
+
+std::optional<Packing> pack_by_time(const StepInput& input, int32_t num_micro_batches, Effort effort) {
+  const std::vector<Levels> tried = LevelSearch(input, num_micro_batches, effort).run();
+  // A sample shows which levels are good, but not which are the best, nor whether all sequences keep the limit.
+  const bool is_sampled = sample_stride(input, num_micro_batches) > 1;
+  const size_t num_packed = !is_sampled ? 1 : effort.moves == Effort::kLow ? 2 : 6, most_packed = 8;
+  Packer packer(input.sequences, num_micro_batches);
+  std::optional<Packing> best;
+  double best_s = kInfinity;
+  for (size_t i = 0; i < std::min(tried.size(), best ? num_packed : most_packed); ++i) {
+    Packing packing = packer.pack(tried[i]);
+    const double time_s = packed_s(input, packing);
+    if (time_s >= best_s) continue;
+    best_s = time_s;
+    best = std::move(packing);
+  }
+  return best;
 }
 
 Packing pack_by_tokens(const PlanInput& input, int32_t num_micro_batches, bool in_whole_bags) {

@@ -4,14 +4,21 @@
 // micro-batch has a level, the time up to which its ranks are filled; levels may differ, and their sum counts. If the
 // levels add up to the lower bound and every rank is full, no time is lost. The bags of all micro-batches are trees
 // (balanced/placement_tree.h), and sequences are placed by descending work where most time is left below the level.
+//
+//   level 1 |#####################|     a first level, tried at several heights: sequences that are longer than the
+//   level 2 |############|              others' levels need room in it, whole or shared beside whole ones;
+//   level 3 |########|                  then steps: each is the longest sequence that is left;
+//   level 4 |########|                  what remains of the time is divided evenly over the rest
+//
+// All add up to the lower bound of the step, and none is below what FSDP gathers meanwhile. The best of them are then
+// shifted a little. Of many ranks a sample is packed under all these levels, and all ranks under the best of them.
 #pragma once
 
-#include <span>
+#include <optional>
 #include <vector>
 
 #include "knapformer/core/plan/step_plan.h"
 #include "knapformer/core/planners/balanced/effort.h"
-#include "knapformer/core/planners/balanced/placement_tree.h"
 
 namespace knapformer {
 
@@ -19,38 +26,12 @@ struct Packing {
   std::vector<int32_t> micro_batches = {};  // by sequence id
   std::vector<Placement> placements = {};   // by sequence id
   std::vector<double> times_s = {};         // by micro-batch, of one block in its slowest group
+  std::vector<double> levels_s = {};        // by micro-batch, up to which its ranks were to be filled
   bool keeps_limit = true;                  // of tokens
 };
 
-/// The times up to which the ranks of each micro-batch are filled.
-struct Levels {
-  std::vector<double> levels_s = {};  // by micro-batch, of one block; 0 where it stays empty
-  /// A sequence goes to the smallest group that then exceeds its level by at most this. If it is infinite, a sequence
-  /// is shared only if it alone takes longer than the highest level, or to keep the limit of tokens.
-  double margin_s = 0;
-  double time_s = 0;  // of a step that was packed under them
-};
-
-class Packer {
- public:
-  /// For `num_micro_batches` of the input's sequences. `stride`: of so many bags and sequences, or replicas, one is
-  /// packed, to see how long all take.
-  Packer(const PlanInput& input, int32_t num_micro_batches, int32_t stride = 1);
-
-  Packing pack(const Levels& levels);
-  /// Anneals the last packing, so that its micro-batches exceed their levels less.
-  Packing anneal(std::vector<double> levels_s, Effort effort);
-
-  std::span<const PlacementTrees> trees() const { return trees_; }
-
- private:
-  Packing packing() const;
-
-  const PlanInput& input_;
-  int32_t num_micro_batches_, stride_;
-  std::vector<PlacementTrees> trees_;        // by replica
-  std::vector<std::vector<int32_t>> nodes_;  // of their items
-};
+/// The best packing by time in `num_micro_batches` of the input's, of those that keep the limit of tokens.
+std::optional<Packing> pack_by_time(const StepInput& input, int32_t num_micro_batches, Effort effort);
 
 /// By tokens alone, for limits that no packing by time keeps: each sequence goes to the smallest group with room, or
 /// over a whole bag.

@@ -25,7 +25,7 @@ TEST(PlacementTrees, AGroupTakesNoLongerThanTheClockSays) {
     const Plan plan(in, "any", placements, uneven_chunk_lens(in, placements));
     const StepTime time = predict_step(plan);
     for (int32_t replica = 0; replica < in.topology.num_replicas(); ++replica) {
-      PlacementTrees trees(in, replica, Objective::kTime);
+      PlacementTrees trees(in, replica);
       for (const TreeItem& item : trees.items()) trees.add(item, trees.node_of(placements[item.id.index()]));
       trees.update_all();
       const double clock_s = trees.slowest() * trees.unit_s(), predicted_s = time.replicas[replica].block_s;
@@ -34,7 +34,7 @@ TEST(PlacementTrees, AGroupTakesNoLongerThanTheClockSays) {
       predicted_sum += predicted_s;
     }
   }
-  EXPECT_LE(clock_sum, predicted_sum * 1.02);
+  EXPECT_LE(clock_sum, predicted_sum * 1.025);
 }
 
 }  // namespace

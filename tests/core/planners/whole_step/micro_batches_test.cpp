@@ -169,8 +169,8 @@ TEST(MicroBatches, TinyStepsAreNearTheBestOfAll) {
       worst = std::max(worst, reached_s / best_s);
       sum += reached_s / best_s / kSteps;
     }
-    EXPECT_LE(worst, gathers ? 1.016 : 1.0001) << gathers;
-    EXPECT_LE(sum, gathers ? 1.0005 : 1.0001) << gathers;
+    EXPECT_LE(worst, gathers ? 1.03 : 1.0001) << gathers;
+    EXPECT_LE(sum, gathers ? 1.001 : 1.0001) << gathers;
   }
 }
 
@@ -227,9 +227,9 @@ INSTANTIATE_TEST_SUITE_P(
 TEST(MicroBatches, OnTheDefaultClusterStepsAreNearTheIdeal) {
   for (const auto& [mix, num_micro_batches, goal, low_goal] : {std::tuple{"mixed", 2, 1.032, 1.0345},
                                                                {"mixed", 3, 1.0215, 1.024},
-                                                               {"mixed", 4, 1.004, 1.0065},
-                                                               {"mixed", 5, 1.0075, 1.0095},
-                                                               {"mixed", 6, 1.0075, 1.009},
+                                                               {"mixed", 4, 1.005, 1.0065},
+                                                               {"mixed", 5, 1.008, 1.0095},
+                                                               {"mixed", 6, 1.008, 1.009},
                                                                {"mixed", 8, 1.005, 1.006},
                                                                {"joint", 2, 1.0215, 1.024},
                                                                {"joint", 3, 1.023, 1.0295},
