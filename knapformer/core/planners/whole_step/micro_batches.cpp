@@ -137,6 +137,8 @@ class StepSolver {
   }
 
   void consider_sums();
+  /// Returns whether there is a plan whose ranks are about as even as can be.
+  bool consider_sums(const PlanInput& all);
   /// Considers the plan of all sequences, cut into these micro-batches, if that keeps the limit of tokens.
   void consider_cut(const Plan& sums, std::vector<int32_t> micro_batches, double handicap);
 
@@ -187,8 +189,18 @@ class StepSolver {
 /// must all have them in the same micro-batch; so most ranks that wait for each other meet in the first micro-batch,
 /// where no rank is late.
 void StepSolver::consider_sums() {
-  const std::optional<Plan> sums = plan_within_limit(all_at_once(input_), solver_, effort_);
-  if (!sums) return;
+  PlanInput all = all_at_once(input_);
+  const Topology topology = all.topology;
+  // Where nothing is shared no rank waits, so that comes first.
+  all.topology = topology.within(1);
+  if (all.topology != topology && consider_sums(all)) return;
+  all.topology = topology;
+  consider_sums(all);
+}
+
+bool StepSolver::consider_sums(const PlanInput& all) {
+  const std::optional<Plan> sums = plan_within_limit(all, solver_, effort_);
+  if (!sums) return false;
   const SequenceLengths& seq_lens = input_.sequences.seq_lens;
   const auto num_ranks = static_cast<size_t>(seq_lens.num_ranks());
   std::vector<int32_t> order(static_cast<size_t>(seq_lens.num_sequences()));
@@ -223,13 +235,18 @@ void StepSolver::consider_sums() {
     const auto last = static_cast<int32_t>(num_micro_batches - 1);  // after which gradients are reduced
     consider_cut(*sums, std::vector<int32_t>(order.size(), last), kLonger);
   }
+  const StepTime time = predict_step(*sums);
+  const double block_s = std::ranges::max(time.replicas, {}, &ReplicaTime::block_s).block_s;
+  return best_ && block_s <= kHardly * blocks_lower_bound_s(input_);
 }
 
 void StepSolver::consider_cut(const Plan& sums, std::vector<int32_t> micro_batches, double handicap) {
   Ragged<int64_t> chunk_lens;
   for (int32_t s = 0; s < sums.num_sequences(); ++s) append_chunk_lens(sums, SequenceId(s), chunk_lens);
   const std::vector<std::string> solvers(static_cast<size_t>(input_.num_micro_batches), sums.solver());
-  std::vector<Plan> plans = plans_as_placed(input_, micro_batches, sums.placements(), chunk_lens, solvers);
+  std::vector<Placement> placements(sums.placements().begin(), sums.placements().end());
+  for (Placement& place : placements) place.bag = input_.sequences.topology.bag_of(place.first_rank);
+  std::vector<Plan> plans = plans_as_placed(input_, micro_batches, placements, chunk_lens, solvers);
   if (!std::ranges::all_of(plans, [&](const Plan& plan) { return keeps_limit(plan); })) return;
   consider(StepPlan(input_, std::move(micro_batches), std::move(plans)), handicap);
 }
