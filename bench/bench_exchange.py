@@ -9,10 +9,11 @@ Measured in one run, in turns; figures are medians:
 - `host`: the CPU time of the calling thread, which excludes waits, in a forward call of `attention` for 300 sequences,
   with a kernel that does nothing and rows so narrow that copying takes almost no time; less that of its all-to-alls.
 
-`bare` is `dist.all_to_all_single` of a flat tensor with exactly the operation's bytes and splits, from and into tensors
-made beforehand. glibc is told to keep large buffers (MALLOC_SETTINGS), as GPUs' allocators do: unless it does, each
-first use of one costs page faults, and `pre_attn` takes twice as long. The bytes include what stays on this rank, as they do for anyone who calls the collective on a whole
-tensor. A call is timed from a barrier to its end on the slower rank.
+`bare` is `dist.all_to_all_single` of a flat tensor with exactly the operation's bytes and splits, from and into
+tensors made beforehand. glibc is told to keep large buffers (MALLOC_SETTINGS), as GPUs' allocators do: unless it
+does, each first use of one costs page faults, and `pre_attn` takes twice as long. The bytes include what stays on
+this rank, as they do for anyone who calls the collective on a whole tensor. A call is timed from a barrier to its end
+on the slower rank.
 """
 
 from __future__ import annotations
