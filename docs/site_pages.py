@@ -99,7 +99,7 @@ def _python() -> str:
         "What `import knapformer` gives. See [what is public](../guarantees.md#what-is-public).\n",
     ]
     text += [f"::: knapformer.{name}\n" for name in names]
-    for module in ("losses", "checkpointing", "compile", "models"):
+    for module in ("losses", "checkpointing", "models"):
         text.append(
             f"## knapformer.{module}\n\n::: knapformer.{module}\n    options:\n      show_root_heading: false\n"
         )
