@@ -321,9 +321,8 @@ void improve(PlacementTrees& trees, std::vector<int32_t>& node_of_item, const Se
 int64_t num_moves(const PlacementTrees& trees, int64_t effort) {
   // In a small instance a move is worth more, and there is time for more of them.
   constexpr int64_t kMin = 2000, kMax = 125'000, kPerItem = 150;
-  // Of few items a construction may be far from the best, and a search takes hardly any time.
-  const bool is_needed = std::ssize(trees.items()) <= kFewItems || !trees.keeps_limit();
-  if (effort >= 0) return is_needed ? std::max(effort, kMin) : effort;
+  // Where construction does not keep the limit of tokens, low effort searches as well.
+  if (effort >= 0) return trees.keeps_limit() ? effort : std::max(effort, kMin);
   const int64_t moves = std::clamp(kPerItem * std::ssize(trees.items()), kMin, kMax);
   return effort == Effort::kHigh ? 50 * moves : moves;
 }

@@ -87,12 +87,15 @@ class ReplicaSolver {
                                 .key = random_key(input_, replica_),
                                 .bound = bound_,
                                 .good_enough = bound_ * Effort::kGoodEnough};
+    // Of bags of several sizes it is done for each: too long for a step of thousands of replicas, planned at low
+    // effort.
+    const bool tries_few = input_.topology.is_flat() || effort_ != Effort::kLow;
     if (!start.empty()) consider(start);
     for (const int32_t degree : trees_.degrees()) {
       if (is_good()) break;
       const std::vector<int32_t> groups = groups_of(trees_, degree);
       std::vector<int32_t> nodes = longest_first(trees_, groups);
-      const bool is_best = place_few(trees_, groups, nodes, options);
+      const bool is_best = tries_few && place_few(trees_, groups, nodes, options);
       consider(std::move(nodes));
       if (is_best && input_.topology.is_flat()) return best;
     }
