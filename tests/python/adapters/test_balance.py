@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from adapters.cases import Sample, assert_gradients_equal, cases, of
+from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from distributed.ranks import run_ranks
 from knapformer.adapters import Predictions
 from knapformer.adapters.backend import attend_by
@@ -22,6 +23,12 @@ import knapformer
 from knapformer import SequenceBalancer
 
 CASE = cases()["flux"]
+
+
+@pytest.fixture(autouse=True)
+def _backend_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What diffusers' set_attention_backend sets for one model, it sets for all others, too."""
+    monkeypatch.setattr(_AttentionBackendRegistry, "_active_backend", _AttentionBackendRegistry._active_backend)
 
 
 def samples_of(sizes: list[Any] = SIZES[:3]) -> list[Sample]:

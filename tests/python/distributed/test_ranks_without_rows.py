@@ -19,7 +19,7 @@ from ranks import run_ranks
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from knapformer import BalancedLoader, SequenceBalancer
+from knapformer import BalancedLoader, Cluster, SequenceBalancer
 
 WIDTH = 8
 # By step, of each rank. In the fourth step all ranks have sequences, in the fifth no rank has any.
@@ -269,9 +269,9 @@ def check_ranks_that_listen_beside_one_without_gradients(rank: int, world_size: 
     """Beside it, a rank whose sequences are all whole has no rows that travel: it is told, too."""
     if world_size != 4:
         return
-    balancer = SequenceBalancer("g4/2/1n1", d_model=WIDTH)
-    tokens_after = balancer.plan_routing([30, 300] if rank == 0 else [], 1024).tokens_after  # as if for so wide a model
-    assert tokens_after == [300, 0, 15, 15]
+    balancer = SequenceBalancer("g4/2/1n1", d_model=WIDTH, cluster=Cluster(node_latency_s=1e-6))
+    tokens_after = balancer.plan_routing([1000, 3000, 100, 5] if rank == 0 else [], 64).tokens_after
+    assert tokens_after == [3000, 0, 553, 552]
     for _ in range(10):
         x = torch.full((tokens_after[rank], 4, 2), 2.0, requires_grad=rank != 1)
         o = balancer.attention(x, x, x, lambda q, k, v, _: q * k * v if len(q) else q)
