@@ -146,7 +146,7 @@ const Plan& plan_from(py::handle plan) {
   return step.plans()[0];
 }
 
-StepPlan step_of(Plan plan) { return StepPlan(std::make_shared<const Plan>(std::move(plan))); }
+StepPlan step_of(Plan plan) { return StepPlan(std::move(plan)); }
 
 }  // namespace
 

@@ -225,7 +225,8 @@ void bind_plan(py::module_& m) {
             const auto& step = self.cast<const StepPlan&>();
             py::list plans;
             for (int32_t k = 0; k < step.num_micro_batches(); ++k)
-              plans.append(step.num_micro_batches() == 1 ? self : py::cast(std::make_shared<StepPlan>(step.plan(k))));
+              plans.append(step.num_micro_batches() == 1 ? self
+                                                         : py::cast(std::make_shared<StepPlan>(step.plans()[k])));
             return plans;
           },
           "Per micro-batch, a plan of its sequences, which numbers these alone: see sequences_of.")

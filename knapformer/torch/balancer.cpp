@@ -199,10 +199,10 @@ std::shared_ptr<StepPlan> SequenceBalancer::take(const Planned& planned) {
   return plan;
 }
 
-Step SequenceBalancer::agreed(const std::shared_ptr<const Plan>& plan) {
+Step SequenceBalancer::agreed(const Plan& plan) {
   RECORD_USER_SCOPE("knapformer::follow");
-  if (plan->num_ranks() != num_ranks() || plan->topology() != topology()) {
-    throw_argument("plan", text("one of ", plan->topology().str(), " on ", plan->num_ranks(), " ranks"),
+  if (plan.num_ranks() != num_ranks() || plan.topology() != topology()) {
+    throw_argument("plan", text("one of ", plan.topology().str(), " on ", plan.num_ranks(), " ranks"),
                    text("one of ", topology().str(), " on ", num_ranks(), " ranks, as the balancer's"));
   }
   if (current_) current_->await_agreement();
@@ -222,7 +222,7 @@ Step SequenceBalancer::step(const StepPlan& plan, int32_t micro_batch) {
       throw_argument("micro_batch", micro_batch, text("0 to ", plan.num_micro_batches() - 1));
     }
     Made* known = made(plan);
-    if (known == nullptr) return agreed(plan.plan(micro_batch));
+    if (known == nullptr) return agreed(plan.plans()[micro_batch]);
     ranks_->enter_step(Fingerprint(text("follow(", micro_batch, ")"), known->first_number + micro_batch));
     before_step_ = ranks_->traffic();
     std::shared_ptr<PlannedStep> on_rank = known->on_rank.lock();

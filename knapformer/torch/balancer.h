@@ -189,7 +189,7 @@ class SequenceBalancer {
   /// force where it has one micro-batch.
   std::shared_ptr<StepPlan> take(const Planned& planned);
   /// Of a plan that every rank made by itself.
-  Step agreed(const std::shared_ptr<const Plan>& plan);
+  Step agreed(const Plan& plan);
 
   std::shared_ptr<Ranks> ranks_;
   std::shared_ptr<LengthGatherer> gatherer_;  // null for one rank alone

@@ -83,7 +83,7 @@ void PlanAgreement::await(CommGroup& group) {
 std::shared_ptr<RankPlan> RankPlan::make(std::shared_ptr<StepPlan> of_step, int32_t micro_batch, Rank rank,
                                          int64_t number) {
   const auto begin = std::chrono::steady_clock::now();
-  const std::shared_ptr<const Plan> plan = of_step->plan(micro_batch);
+  const std::shared_ptr<const Plan> plan(of_step, &of_step->plans()[micro_batch]);
   auto step = std::make_shared<RankPlan>(RankPlan{.number = number,
                                                   .of_step = std::move(of_step),
                                                   .plan = plan,

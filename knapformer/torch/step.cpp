@@ -59,7 +59,7 @@ constexpr const char* kChunkToken = "token of the chunks that this rank holds";
 
 std::shared_ptr<StepPlan> Step::step_plan() const {
   const std::shared_ptr<StepPlan>& of = rank_plan_->of_step;
-  return of->num_micro_batches() == 1 ? of : std::make_shared<StepPlan>(rank_plan_->plan);
+  return of->num_micro_batches() == 1 ? of : std::make_shared<StepPlan>(*rank_plan_->plan);
 }
 
 void Step::await_agreement() const {

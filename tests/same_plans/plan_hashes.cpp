@@ -36,7 +36,7 @@ PlanInput input_of(const char* mix, const char* topology, int64_t step) {
 /// JSON has the shortest text of each number that gives it back, so equal texts are equal bits.
 std::string text_of(const Plan& plan) {
   const PlanPrediction prediction{.predicted_time_s = predict_step(plan).total_s()};
-  return plan_to_json(StepPlan(std::make_shared<const Plan>(plan)), prediction, {&prediction, 1});
+  return plan_to_json(StepPlan(plan), prediction, {&prediction, 1});
 }
 
 }  // namespace

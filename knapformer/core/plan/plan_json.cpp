@@ -258,7 +258,7 @@ StepPlan plan_from_json(std::string_view json_text) {
   const Json json = parse_json(json_text);
   if (json.value("format", Json()) == kStepFormat) return step_of(json);
   check_format(json, kFormat);
-  return StepPlan(std::make_shared<const Plan>(plan_of(json)));
+  return StepPlan(plan_of(json));
 }
 
 }  // namespace knapformer

@@ -99,15 +99,15 @@ void append_chunk_lens(const Plan& plan, SequenceId id, Ragged<int64_t>& chunk_l
 }
 
 StepPlan::StepPlan(StepInput input, std::vector<int32_t> micro_batches, std::vector<Plan> plans)
-    : input_(std::move(input)), micro_batches_(std::move(micro_batches)) {
+    : input_(std::move(input)), micro_batches_(std::move(micro_batches)), plans_(std::move(plans)) {
   if (input_.num_micro_batches == 1) input_.sync = StepSync::kMicroBatch;
-  for (Plan& plan : plans) plans_.push_back(std::make_shared<const Plan>(std::move(plan)));
   KNAPFORMER_ASSERT(std::ssize(micro_batches_) == input_.sequences.seq_lens.num_sequences());
   KNAPFORMER_ASSERT(std::ssize(plans_) == input_.num_micro_batches);
 }
 
-StepPlan::StepPlan(std::shared_ptr<const Plan> plan)
-    : input_{.sequences = plan->input()}, micro_batches_(plan->placements().size(), 0), plans_{std::move(plan)} {}
+StepPlan::StepPlan(Plan plan) : input_{.sequences = plan.input()}, micro_batches_(plan.placements().size(), 0) {
+  plans_.push_back(std::move(plan));
+}
 
 std::vector<SequenceId> StepPlan::sequences_of(int32_t micro_batch) const {
   std::vector<SequenceId> ids;
@@ -119,7 +119,7 @@ std::vector<SequenceId> StepPlan::sequences_of(int32_t micro_batch) const {
 
 std::vector<Chunk> StepPlan::chunks_on(Rank rank, int32_t micro_batch) const {
   const std::vector<SequenceId> ids = sequences_of(micro_batch);
-  const Plan& plan = *plans_[micro_batch];
+  const Plan& plan = plans_[micro_batch];
   std::vector<Chunk> held;
   for (const int32_t index : plan.chunks_on(rank)) {
     held.push_back(plan.chunk(index));
@@ -157,14 +157,10 @@ void StepPlan::validate() const {
   }
   const std::vector<PlanInput> inputs = micro_batch_inputs(input_, micro_batches_);
   for (size_t k = 0; k < inputs.size(); ++k) {
-    if (plans_[k]->input() != inputs[k])
+    if (plans_[k].input() != inputs[k])
       throw StateError(text("the plan of micro-batch ", k, " is not one of its sequences and settings"));
-    plans_[k]->validate();
+    plans_[k].validate();
   }
-}
-
-bool StepPlan::operator==(const StepPlan& other) const {
-  return input_ == other.input_ && micro_batches_ == other.micro_batches_ && std::ranges::equal(plans(), other.plans());
 }
 
 }  // namespace knapformer

@@ -6,8 +6,6 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
-#include <ranges>
 #include <span>
 #include <string>
 #include <string_view>
@@ -61,20 +59,17 @@ class StepPlan {
   /// is kMicroBatch.
   StepPlan(StepInput input, std::vector<int32_t> micro_batches, std::vector<Plan> plans);
   /// A step of one micro-batch.
-  explicit StepPlan(std::shared_ptr<const Plan> plan);
+  explicit StepPlan(Plan plan);
 
   const StepInput& input() const { return input_; }
   int32_t num_micro_batches() const { return input_.num_micro_batches; }
   /// The micro-batch of every sequence of the step, by id.
   std::span<const int32_t> micro_batches() const { return micro_batches_; }
   /// The plan of every micro-batch. The ids of a plan count up through its own sequences.
-  auto plans() const {
-    return plans_ | std::views::transform([](const auto& plan) -> const Plan& { return *plan; });
-  }
-  const std::shared_ptr<const Plan>& plan(int32_t micro_batch) const { return plans_[micro_batch]; }
+  const std::vector<Plan>& plans() const { return plans_; }
   const SequenceLengths& seq_lens() const { return input_.sequences.seq_lens; }
   int32_t num_ranks() const { return seq_lens().num_ranks(); }
-  const std::string& solver() const { return plans_.front()->solver(); }
+  const std::string& solver() const { return plans_.front().solver(); }
   /// The step's ids of a micro-batch's sequences, ascending. The index is the id in the micro-batch's plan.
   std::vector<SequenceId> sequences_of(int32_t micro_batch) const;
   /// What a rank holds in a micro-batch, in the order of its rows, with the step's ids.
@@ -95,7 +90,7 @@ class StepPlan {
   /// and every plan (Plan::validate). Throws StateError with the first promise that is broken.
   void validate() const;
 
-  bool operator==(const StepPlan& other) const;
+  bool operator==(const StepPlan&) const = default;
 
  private:
   template <class Value>
@@ -107,7 +102,7 @@ class StepPlan {
 
   StepInput input_;
   std::vector<int32_t> micro_batches_;
-  std::vector<std::shared_ptr<const Plan>> plans_;
+  std::vector<Plan> plans_;
 };
 
 }  // namespace knapformer

@@ -14,7 +14,7 @@ namespace {
 
 std::string json_of(const Plan& plan) {
   const PlanPrediction prediction = prediction_of(plan);
-  return plan_to_json(StepPlan(std::make_shared<Plan>(plan)), prediction, {&prediction, 1});
+  return plan_to_json(StepPlan(plan), prediction, {&prediction, 1});
 }
 
 Plan read(const std::string& json) { return plan_from_json(json).plans()[0]; }
