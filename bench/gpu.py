@@ -280,7 +280,7 @@ def replay(args: argparse.Namespace) -> None:
     fit = args.out / "calibrate.json"
     calibration = ["--calibration", fit] if fit.exists() else []
     for mix in ("joint", "mixed"):
-        options = ["--mix", mix, *sizes.flux, *sizes.replay, *calibration]
+        options = ["--data", mix, *sizes.flux, *sizes.replay, *calibration]
         found = knapformer(args, "replay", *options, name=f"replay-{mix}")
         for variant in found["variants"]:
             name = f"{mix}, {variant['topology'] or 'no balancer'}"

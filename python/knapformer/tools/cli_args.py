@@ -11,11 +11,11 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from knapformer import ArgumentError, Cluster, DataMix, solver_names
+from knapformer import ArgumentError, Cluster, DataMix, Sample, solver_names
 from knapformer._core import DEFAULT_GAMMA, MASK_FORMS
 from knapformer.installed_torch import torch_problem
 from knapformer.tools.sample_files import steps_of
-from knapformer.tools.ways import Lengths, micro_batches_of_step
+from knapformer.tools.ways import Lengths, batches_of_mix, micro_batches_of_step
 
 T = TypeVar("T")
 MAX_RANKS = 1 << 20
@@ -93,7 +93,6 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "metavar": "FILE|-",
         "help": "lengths in tokens, a list for each rank, or a list of such steps: JSON, or a log of knapformer.record",
     },
-    "--from": {"dest": "plan", "metavar": "PLAN.json", "help": "a plan that knapformer plan --json wrote"},
     "--topology": {"type": _word, "action": "append", "metavar": "T", "help": "may be given several times"},
     "--ranks": {"type": _RANKS, "metavar": "N"},
     "--micro-batches": {
@@ -114,10 +113,6 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--effort": {
         "type": _effort, "default": "default", "metavar": "E",
         "help": "of the balanced solver: low, default, high, or a number of moves",
-    },
-    "--sync": {
-        "choices": ("micro_batch", "step"), "default": "micro_batch",
-        "help": "with --micro-batches: ranks wait for each other in each (FSDP2; default), or once a step (DDP)",
     },
     "--gamma": {
         "type": number(inclusive=True), "default": DEFAULT_GAMMA,
@@ -149,7 +144,6 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "choices": ("training", "lora"),
         "help": "what trains: all parameters (default), or adapters of PEFT on a frozen base",
     },
-    "--threads": _count("per rank on the CPU", 1, high=1024),
     "--steps": _count("timed", 10, high=10**9),
     "--repeats": _count("of each measurement; medians", 3),
     "--warmup": _count("before them", 1),
@@ -161,7 +155,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--report": {"metavar": "FILE", "help": "writes an HTML file that opens offline, with pictures"},
 }  # fmt: skip
 #: How blocks are run, how batches are drawn from data codes, and the cluster.
-RUN = ("--dtype", "--device", "--no-checkpoint", "--mode", "--threads")
+RUN = ("--dtype", "--device", "--no-checkpoint", "--mode")
 DRAW = ("--seed", "--scale", "--max-text-tokens")
 CLUSTER = ("--cluster", "--ranks-per-node", "--shard-ranks")
 #: Below the help of commands that take --data.
@@ -182,11 +176,10 @@ def command(subparsers: Any, name: str, run: Callable[..., object], **given: Any
 def add(parser: argparse._ActionsContainer, *options: str, **given: Any) -> None:
     """given: in place of what the table says of these options, or what it would say."""
     for option in options:
-        names = (option, "--mix") if option == "--data" else (option,)  # which is the same
         settings = _OPTIONS.get(option, {}) | given
         if not settings.keys() & {"type", "choices", "action"}:
             settings["type"] = _text
-        parser.add_argument(*names, **settings)
+        parser.add_argument(option, **settings)
 
 
 def add_gamma(parser: argparse.ArgumentParser) -> None:
@@ -207,23 +200,32 @@ def mix_of(args: argparse.Namespace) -> DataMix:
     return DataMix.parse(args.data, resolution_scale=args.scale, max_text_tokens=args.max_text_tokens)
 
 
-def mix_and_ranks(args: argparse.Namespace) -> tuple[DataMix, int]:
-    """--data, and the ranks that draw it: --ranks, by default those of the mix. Raises ArgumentError."""
+def mix_and_ranks(args: argparse.Namespace, num_ranks: int | None = None) -> tuple[DataMix, int]:
+    """--data, and the ranks that draw it: num_ranks, else --ranks, else those of the mix. Raises ArgumentError."""
     mix = mix_of(args)
-    num_ranks = mix.num_ranks if args.ranks is None else args.ranks
+    num_ranks = num_ranks or args.ranks or mix.num_ranks
     mix.check_divides(num_ranks)
     return mix, num_ranks
 
 
-def steps_from(args: argparse.Namespace) -> list[list[Lengths]]:
-    """The first --steps of --lengths, cut into --micro-batches: [step][micro-batch][rank]. Raises ArgumentError,
-    OSError."""
+def batches_of(
+    args: argparse.Namespace, num_ranks: int | None = None, tokens: Callable[[Sample], int] | None = None
+) -> list[list[Lengths]]:
+    """What --data or --lengths gives the ranks in --steps steps of --micro-batches: [step][micro-batch][rank].
+
+    num_ranks, tokens: as in mix_and_ranks and batches_of_mix. Raises ArgumentError, OSError.
+    """
+    micro_batches = args.micro_batches or 1
+    if args.lengths is None:
+        mix, num_ranks = mix_and_ranks(args, num_ranks)
+        return batches_of_mix(mix, args.seed, range(args.steps), micro_batches, num_ranks, tokens)
+    refuse(args, DRAW, "--lengths")
     steps = steps_of(args.lengths)
     if args.ranks is not None and str(args.ranks) != str(len(steps[0])):
         raise ArgumentError(f"--ranks: got {args.ranks!r}, expected {len(steps[0])}, as --lengths has, or none")
     if args.steps > len(steps):
         raise ArgumentError(f"--steps: got {args.steps}, expected at most {len(steps)}: --lengths has {len(steps)}")
-    return [micro_batches_of_step(step, args.micro_batches or 1) for step in steps[: args.steps]]
+    return [micro_batches_of_step(step, micro_batches) for step in steps[: args.steps]]
 
 
 def check_torch() -> None:
@@ -238,12 +240,10 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in vars(args).items() if name not in ("run", "default_of", "argv", "command")}
 
 
-def refuse(
-    args: argparse.Namespace, options: Iterable[str], beside: str, why: str = "with which nothing uses it"
-) -> None:
+def refuse(args: argparse.Namespace, options: Iterable[str], beside: str) -> None:
     """Refuses options that were given beside others with which nothing reads them. An option that is given its default
     cannot be told from one that is not given. Raises ArgumentError."""
     for option in options:
         name = option[2:].replace("-", "_")
         if getattr(args, name) != args.default_of(name):
-            raise ArgumentError(f"{option}: got one beside {beside}, {why}, expected none")
+            raise ArgumentError(f"{option}: got one beside {beside}, with which nothing uses it, expected none")

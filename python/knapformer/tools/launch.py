@@ -68,10 +68,11 @@ def check_device(name: str, num_local: int) -> int:
     return num_gpus
 
 
-def use_device(name: str, threads: int, local_rank: int = 0, num_local: int = 1) -> torch.device:
+def use_device(name: str, local_rank: int = 0, num_local: int = 1) -> torch.device:
     """The device of this rank among the ranks of its machine, made the current device.
 
-    name: "auto" (CUDA where there is a GPU for each), "cpu" or "cuda". Raises ArgumentError where CUDA lacks devices.
+    name: "auto" (CUDA where there is a GPU for each), "cpu" or "cuda". On the CPU it computes in one thread, or as many
+    as OMP_NUM_THREADS says. Raises ArgumentError where CUDA lacks devices.
     """
     import torch
 
@@ -82,16 +83,17 @@ def use_device(name: str, threads: int, local_rank: int = 0, num_local: int = 1)
         return device
     if name == "auto" and num_gpus > 0 and local_rank == 0:
         print(f"knapformer: runs on the CPU, as it sees {num_gpus} GPUs for {num_local} ranks", file=sys.stderr)
-    torch.set_num_threads(threads)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
     return torch.device("cpu")
 
 
 @contextlib.contextmanager
-def joined_group(name: str, threads: int) -> Iterator[torch.device]:
+def joined_group(name: str) -> Iterator[torch.device]:
     """Joins the world that torchrun's environment variables describe; yields this rank's device."""
     import torch.distributed as dist
 
-    device = use_device(name, threads, int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+    device = use_device(name, int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=_COLLECTIVE_TIMEOUT)
     yield device
@@ -110,10 +112,10 @@ def run_on_ranks(args: argparse.Namespace, num_ranks: int, work: Callable[[torch
     num_local = num_ranks if started is None else int(os.environ.get("LOCAL_WORLD_SIZE", started))
     check_device(args.device, num_local)
     if started is None:
-        _start_ranks(args.argv, num_local, args.threads)
+        _start_ranks(args.argv, num_local)
         return
     try:
-        with joined_group(args.device, args.threads) as device:
+        with joined_group(args.device) as device:
             work(device)
     except BaseException as error:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -126,14 +128,14 @@ def run_on_ranks(args: argparse.Namespace, num_ranks: int, work: Callable[[torch
     _leave(0)
 
 
-def _start_ranks(argv: Sequence[str], num_ranks: int, threads: int) -> None:
+def _start_ranks(argv: Sequence[str], num_ranks: int) -> None:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     logging.disable()  # the launcher would log, with a traceback, what its errors say already
-    for name, value in {"OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "ERROR"}.items():
-        os.environ.setdefault(name, value)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         with tempfile.TemporaryDirectory(prefix="knapformer-") as log_dir:
             config = LaunchConfig(

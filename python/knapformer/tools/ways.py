@@ -208,9 +208,9 @@ def by_micro_batch(topology: str, max_tokens: int = 0) -> Way:
     return steps
 
 
-def planned_whole(topology: str, *, routed: bool, beside: Sequence[Step] = ()) -> Way:
-    """All micro-batches of a step are planned at once. beside: the same steps planned otherwise, whose fullest rank is
-    the limit where the draw has none."""
+def planned_whole(topology: str, *, routed: bool | None = None, beside: Sequence[Step] = ()) -> Way:
+    """All micro-batches of a step are planned at once. routed: as in Planning.plan. beside: the same steps planned
+    otherwise, whose fullest rank is the limit where the draw has none."""
 
     def steps(draw: Draw) -> Iterator[Step]:
         for number, batches in enumerate(draw.batches):

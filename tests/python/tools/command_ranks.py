@@ -42,5 +42,5 @@ def _simulate(rank: int, world_size: int, command: list[str]) -> str:
 
 
 @contextlib.contextmanager
-def _this_group(device: str, threads: int) -> Iterator[torch.device]:
+def _this_group(device: str) -> Iterator[torch.device]:
     yield torch.device("cpu")

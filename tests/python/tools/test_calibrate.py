@@ -68,7 +68,7 @@ def test_gamma_is_fitted_to_the_kernel_of_a_mask(tmp_path: Path, capsys: pytest.
     calibration = Calibration.load(out)
     assert calibration.mask == "window:200:100" and calibration.gamma == pytest.approx(1.0, rel=0.15)
     capsys.readouterr()
-    plan = ["plan", "--mix", "joint", "--topology", "g1n32", "--d-model", str(calibration.d_model)]
+    plan = ["plan", "--data", "joint", "--topology", "g1n32", "--d-model", str(calibration.d_model)]
     assert main([*plan, "--calibration", str(out)]) == 0
     assert "measured with the mask window:200:100, used with full" in capsys.readouterr().err
     assert main([*plan, "--calibration", str(out), "--mask", "window:99:0"]) == 0
@@ -76,24 +76,6 @@ def test_gamma_is_fitted_to_the_kernel_of_a_mask(tmp_path: Path, capsys: pytest.
     assert main([*command, "--mask", "c3 f5"]) == 2
     error = capsys.readouterr().err
     assert "mask: got 'c3 f5' for a sequence of 256 tokens" in error and error.count("\n") == 1
-
-
-def no_block(device: torch.device, dtype: torch.dtype) -> Any:
-    return torch.nn.Linear(4, 4)
-
-
-@pytest.mark.usefixtures("flop_clock")
-def test_a_block_of_ones_own_is_calibrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the clock that counts FLOPs: 24 l d^2 + 4 l^2 d a pass, three of them."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    out = tmp_path / "out.json"
-    own = ["calibrate", "--block", "test_calibrate:wide_block", "--d-model", "192", "--repeats", "1", "--no-checkpoint"]
-    assert main([*own, "--lengths", "32,64,128,256,512", "--json", str(out)]) == 0
-    calibration = Calibration.load(out)
-    assert (calibration.d_model, calibration.longest, calibration.recomputes) == (192, 512, False)
-    assert calibration.seconds_per_flop == pytest.approx(3e-9, rel=0.02)
-    assert calibration.gamma == pytest.approx(1, rel=0.05) and calibration.warnings == ()
-    assert json.loads(out.read_text())["model"] == {"block": "test_calibrate:wide_block"}
 
 
 @pytest.mark.usefixtures("flop_clock")
@@ -122,20 +104,15 @@ def test_models_of_diffusers_are_calibrated(
 
 
 @pytest.mark.usefixtures("flop_clock")
-@pytest.mark.parametrize("own", [False, True])
-def test_adapters_on_a_frozen_base_are_calibrated(
-    own: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_adapters_on_a_frozen_base_are_calibrated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By the clock that counts FLOPs. A block of width d has products of 24 l d^2, and adapters of rank 16 beside them,
     32 * 16 l d: 16 d inputs and outputs of all layers. Forward, and backward to the inputs; of adapters to both of
     their matrices, too. Attention takes a forward pass and two backward, 12 l^2 d."""
     pytest.importorskip("peft")
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
     out, model, d = tmp_path / "out.json", tmp_path / "model.json", 192
     model.write_text(json.dumps({"kind": "transformer", "d_model": d, "num_heads": 4, "num_kv_heads": 4}))
-    what = ["--block", "test_calibrate:wide_block", "--d-model", str(d)] if own else ["--model", str(model)]
-    command = ["calibrate", *what, "--mode", "lora", "--no-checkpoint", "--lengths", "32,64,...,1024", "--repeats", "1"]
-    assert main([*command, "--json", str(out)]) == 0
+    command = ["calibrate", "--model", str(model), "--mode", "lora", "--no-checkpoint", "--lengths", "32,64,...,1024"]
+    assert main([*command, "--repeats", "1", "--json", str(out)]) == 0
     calibration = Calibration.load(out)
     adapters = 4 * 16 / d  # of rank 16: 3 * 32 l r d more than 2 * 24 l d^2
     assert (calibration.mode, calibration.recomputes) == ("lora", False)
@@ -150,7 +127,7 @@ def test_adapters_on_a_frozen_base_are_calibrated(
     capsys.readouterr()
 
     # What plans and predicts with it: a step of LoRA, which takes what was measured.
-    plan = f"plan --mix joint --topology g1n32 --d-model {d} --no-checkpoint --predictions -".split()
+    plan = f"plan --data joint --topology g1n32 --d-model {d} --no-checkpoint --predictions -".split()
     assert main([*plan, "--calibration", str(out)]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["model"]["mode"] == "lora"
@@ -160,25 +137,6 @@ def test_adapters_on_a_frozen_base_are_calibrated(
     assert none["token_s"] + none["attention_s"] == pytest.approx(57 * slowest)
     assert main([*plan, "--calibration", str(out), "--mode", "training"]) == 0
     assert json.loads(capsys.readouterr().out)["model"]["mode"] == "training"
-
-
-def wide_block(device: torch.device, dtype: torch.dtype) -> Any:
-    """The plain transformer's, of width 192."""
-    from knapformer.adapters.model import Draw
-    from knapformer.adapters.named import build_model, config_from_dict
-    from knapformer.models import PackedStep
-
-    plain = {"kind": "transformer", "num_blocks": 1, "d_model": 192, "num_heads": 4, "num_kv_heads": 4}
-    model = build_model(config_from_dict(plain), dtype, device)
-
-    def inputs(seq_lens: list[int]) -> tuple[Any, ...]:
-        x, *rest = model.block_inputs(
-            PackedStep(seq_lens, 192), [0] * len(seq_lens), Draw(torch.Generator(), device, dtype)
-        )
-        return x.requires_grad_(), *rest
-
-    ((block,),) = model.block_lists()
-    return block, inputs
 
 
 @pytest.mark.nightly
@@ -232,7 +190,7 @@ def test_ranks_measure_their_all_to_all(tmp_path: Path) -> None:
 
 def exchanges_of_two_nodes(rank: int, world_size: int) -> Any:
     import torch.distributed as dist
-    from knapformer.tools.measure.exchange import node_groups, time_exchanges
+    from knapformer.tools.calibrate.group import node_groups, time_exchanges
 
     found: list[Any] = []
     for group in node_groups(2, torch.device("cpu")):

@@ -128,7 +128,7 @@ def test_the_file_round_trips_and_stands_in_for_gamma(tmp_path: Path, capsys: py
     unknown = written(tmp_path / "unknown.json", fixed=None)
     assert main(["doctor", *plan[3:], "--steps", "2", "--calibration", str(unknown)]) == 0
     assert json.loads(capsys.readouterr().out)["cluster"]["fixed_s"] == 0, "that of somebody else's steps"
-    predict = ["plan", "--mix", "joint", "--topology", "g8n4", "--predictions", "-"]
+    predict = ["plan", "--data", "joint", "--topology", "g8n4", "--predictions", "-"]
     assert main([*predict, "--calibration", str(path), "--ranks-per-node", "4"]) == 0
     result = json.loads(capsys.readouterr().out)
     cluster = result["cluster"]

@@ -22,11 +22,11 @@ import knapformer
 from knapformer import Plan, _core
 
 PLAN_TWO = ["plan", "--topology", "g2n1", "--data", "g2b1i256f1s0", "--ranks", "2"]
+PLAN_EMPTY = ["plan", "--topology", "g2n1", "--lengths", "empty.json"]
 PLAN_G8 = ["plan", "--topology", "g8n4"]
 SIMULATE = ["simulate", "--topology", "g2n1"]
 DOCTOR = ["doctor", "--ranks", "4", "--shard-ranks", "4", "--mode", "lora"]
 TWO = ["--data", "g2b1i256f1s0", "--ranks", "2"]
-OWN_BLOCK = ["calibrate", "--d-model", "48", "--block"]
 REPLAY = ["replay", "--model", "flux-tiny", "--data", "g1b2i256f1s0,g1b1i512f1s0,g2b1i128f1s0"]
 REPLAY_G4 = [*REPLAY, "--topology", "g4n1"]
 
@@ -35,13 +35,9 @@ REPLAY_G4 = [*REPLAY, "--topology", "g4n1"]
     ("args", "message"),
     [
         ([], "required: COMMAND"),
-        (PLAN_G8, "one of the arguments --from --data/--mix --lengths is required"),
+        (PLAN_G8, "one of the arguments --data --lengths is required"),
         (["plan", *MIXED], "--topology: got none, expected bags of ranks such as g8n4, or auto"),
         ([*PLAN_G8, *MIXED, "--json", "-", "--predictions", "-"], "--predictions: got '-', expected another file"),
-        (
-            [*PLAN_G8, *MIXED, "--micro-batches", "2", "--sync", "step", "--steps", "2"],
-            "--sync: got 'step', expected it with --micro-batches, of one topology, --ranks and step",
-        ),
         ([*PLAN_G8, "--lengths", "x", "--seed", "1"], "--seed: got one beside --lengths"),
         ([*SIMULATE, *TWO, "--batch-size", "2"], "--batch-size: got one beside --data"),
         (["doctor", *MIXED, "--batch-size", "2"], "--batch-size: got 2, expected none: --data states"),
@@ -58,7 +54,7 @@ REPLAY_G4 = [*REPLAY, "--topology", "g4n1"]
         ([*PLAN_G8, *MIXED, "--rank-speed", "1,0"], "--rank-speed: got '0'"),
         ([*PLAN_G8, *MIXED, "--cluster", "nowhere"], "--cluster: got 'nowhere'"),
         ([*PLAN_G8, *MIXED, "--max-tokens-per-rank", "100"], "max_tokens_per_rank: got 100, expected at least"),
-        (["doctor", "--ranks", "32"], "one of the arguments LENGTHS --lengths --data/--mix is required"),
+        (["doctor", "--ranks", "32"], "one of the arguments LENGTHS --lengths --data is required"),
         ([*DOCTOR, "a.csv", "--columns", "length=c"], "--columns: got length='c', expected one of 'a', 'b'"),
         ([*DOCTOR, "bad.csv"], "1 of 1 rows (100.0%) cannot be read, the first of them row 1: "),
         ([*DOCTOR, "a.xls"], "expected '-' or a file that ends in .json"),
@@ -77,7 +73,7 @@ REPLAY_G4 = [*REPLAY, "--topology", "g4n1"]
         ([*PLAN_G8, "--lengths", "."], ".: got no log, expected what knapformer.record wrote"),
         ([*PLAN_G8, "--lengths", ""], "--lengths: got '', expected a text that is not empty"),
         (["plan", "--topology", "g2\udcff", *MIXED], r"--topology: got 'g2\udcff', expected printable UTF-8"),
-        (["plan", "--mix", "\udcff", "--topology", "g8n4"], "--data/--mix: got"),
+        (["plan", "--data", "\udcff", "--topology", "g8n4"], "--data: got"),
         (["plan", "--topology", "g" + "1" * 100_000, *MIXED], "topology: got 'g111"),
         ([*PLAN_G8, *MIXED, "--gamma", "1" * 100_000 + "x"], "expected a finite number >= 0"),
         ([*SIMULATE, *TWO, "--model", "flux-huge"], "model: got 'flux-huge'"),
@@ -87,36 +83,29 @@ REPLAY_G4 = [*REPLAY, "--topology", "g4n1"]
         (["calibrate", "--lengths", "64,64"], "--lengths: got 1 lengths"),
         (["calibrate", "--lengths", "64,-1"], "--lengths: got '64,-1', expected counts"),
         (["calibrate", "--device", "cuda", "--ranks", "2"], "device: got 'cuda'"),
-        (["calibrate", "--block", "test_calibrate:wide_block"], "--d-model: expected it with --block"),
-        ([*OWN_BLOCK, "my_block"], "--block: got 'my_block', expected module:function: No module named 'my_block'"),
-        ([*OWN_BLOCK, "test_calibrate:nothing"], "--block: got 'test_calibrate:nothing'"),
-        ([*OWN_BLOCK, "test_calibrate:no_block"], "got Linear, expected (block, function of lengths)"),
         (REPLAY, "--topology: got none"),
         ([*REPLAY, "--topology", "g3n1"], "topology: got 'g3n1'"),
         ([*REPLAY_G4, "--max-tokens-per-rank", "1"], "max_tokens_per_rank: got 1, expected at least"),
         ([*REPLAY_G4, "--gamma", "1", "--calibration", "x"], "not allowed with argument --gamma"),
         ([*REPLAY_G4, "--device", "cuda"], "device: got 'cuda'"),
         ([*REPLAY[:3], "--lengths", "empty.json", "--topology", "g2n1"], "without sequences"),
-        (["plan", "--from", "missing.json"], "missing.json"),
-        (["plan", "--from", "broken.json"], "plan: "),
-        (["plan", "--from", "empty_plan.json", "--report", "x.html"], "plan: got one without sequences"),
-        (["plan", "--from", "plan.json", "--topology", "g1n2"], "--topology: got one beside a plan"),
+        ([*PLAN_EMPTY, "--report", "x.html"], "plan: got one without sequences"),
+        ([*PLAN_EMPTY, "--predictions", "x.json", "--json", "plan.json"], "--predictions: got one where nothing is"),
+        ([*PLAN_EMPTY, "--micro-batches", "2", "--predictions", "x.json"], "--predictions: got one where nothing is"),
+        (["plan", "--topology", "g2n1", "--lengths", "missing.json"], "missing.json: No such file or directory"),
     ],
 )
 def test_wrong_input_is_one_line_and_status_2(
     args: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     contents = {
-        "broken.json": '{"topology": ', "empty.json": "[[], []]",
-        "empty_plan.json": knapformer.plan([[], []], "g1n2", d_model=64).to_json(),
+        "empty.json": "[[], []]",
         "a.csv": "a,b\n1,2\n", "bad.csv": "tokens\nx\n", "a.xls": "", "a.parquet": "no table", "a.txt": "5\n",
         "steps.json": "[[[5], [70]]]",
-        "plan.json": knapformer.plan([[8], [4]], "g1n2", d_model=64).to_json(),
     }  # fmt: skip
     for name, content in contents.items():
         Path(name).write_text(content)

@@ -35,19 +35,18 @@ def test_plan_of_a_mix_as_json_is_the_plan(capsys: pytest.CaptureFixture[str], t
     assert (status, err, out) == (0, "", path.read_text())
 
 
-@pytest.mark.parametrize("sync", ["micro_batch", "step"])
-def test_plan_of_a_whole_step(sync: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_plan_of_a_whole_step(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "step.json"
-    args = ["plan", "--topology", "g1n32", *MIXED, "--micro-batches", "3", "--sync", sync]
+    args = ["plan", "--topology", "g1n32", *MIXED, "--micro-batches", "3"]
     limit = ["--max-tokens-per-rank", "60000"]
     status, out, err = run(capsys, *args, *limit, "--json", str(path))
     batches = [DataMix.parse("mixed").draw_lengths(0, k, 32) for k in range(3)]
     step = [[length for batch in batches for length in batch[rank]] for rank in range(32)]
-    made = plan(step, "g1n32", d_model=3072, micro_batches=3, sync=sync, max_tokens_per_rank=60000)
+    made = plan(step, "g1n32", d_model=3072, micro_batches=3, max_tokens_per_rank=60000)
     assert (status, err) == (0, "") and Plan.from_json(path.read_text()) == made
     assert f"g1n32, 32 ranks, 3 micro-batches, {made.num_sequences:,} sequences, {made.num_tokens:,} tokens" in out
     assert f"Predicted: {made.predicted_time:.4g} s a step" in out
-    assert ("once a step" if sync == "step" else "in every micro-batch") in out
+    assert "Ranks wait for each other in every micro-batch" in out
 
 
 def test_a_whole_step_keeps_to_the_fullest_rank_of_others(capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,15 +62,6 @@ def test_a_whole_step_keeps_to_the_fullest_rank_of_others(capsys: pytest.Capture
     )
     _, out, _ = run(capsys, *args, "--max-tokens-per-rank", "60000")
     assert Plan.from_json(out).max_tokens > peak
-
-
-def test_a_plan_from_a_file_is_predicted_on_another_cluster(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = tmp_path / "step.json"
-    assert run(capsys, "plan", "--topology", "g8n4", *MIXED, "--micro-batches", "3", "--json", str(path))[0] == 0
-    step = Plan.from_json(path.read_text())
-    _, out, _ = run(capsys, "plan", "--from", str(path), "--cluster", "a100", "--json", "-")
-    on_a100 = sum(predict_step(of, "a100").total_s for of in step.plans)
-    assert Plan.from_json(out).predicted_time == pytest.approx(on_a100) and on_a100 > 1.5 * step.predicted_time
 
 
 def test_what_a_plan_gains_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -118,31 +108,6 @@ def test_plan_of_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     assert (status, err) == (0, "") and "nothing to balance" in out
 
 
-def test_nothing_is_written_where_no_step_is_predicted(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not a file without points."""
-    monkeypatch.chdir(tmp_path)
-    contents = {
-        "step": plan([[40, 3], [5]], "g2n1", d_model=8, micro_batches=2).to_json(), "lengths": "[[], []]",
-        "steps": "[[40, 3], [5]]",
-    }  # fmt: skip
-    for name, content in contents.items():
-        (tmp_path / f"{name}.json").write_text(content)
-    lengths = ["--lengths", "lengths.json", "--topology", "g2n1"]
-    step = ["--lengths", "steps.json", "--topology", "g2n1", "--micro-batches", "2", "--sync", "step"]
-    for source, got in (
-        (["--from", "step.json"], "one beside a plan"), (lengths, "one where nothing is predicted"),
-        ([*lengths, "--micro-batches", "2"], "one where nothing"), (step, "one where nothing is predicted"),
-    ):  # fmt: skip
-        status, out, err = run(capsys, "plan", *source, "--predictions", "x.json", "--json", "plan.json")
-        assert (status, out) == (2, "") and err.count("\n") == 1
-        assert f"knapformer plan: --predictions: got {got}" in err
-        assert len(os.listdir(tmp_path)) == len(contents)
-    status, out, _ = run(capsys, "plan", "--from", "step.json", "--json", "-")
-    assert status == 0 and out.strip() == contents["step"].strip()
-
-
 def test_lengths_from_standard_input(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"[[5, 6], [7]]")))
     status, out, _ = run(capsys, "plan", "--topology", "g2n1", "--lengths", "-", "--json", "-")
@@ -183,7 +148,7 @@ def test_published_times_and_utilization_are_predicted(mix, tmp_path, capsys):
     target = tmp_path / "out.json"
     topologies = [word for topology in TOPOLOGIES[1:] for word in ("--topology", topology)]
     options = ["--cluster", "published", "--solver", "greedy", "--steps", "50", "--predictions", str(target)]
-    assert main(["plan", "--mix", mix, *topologies, *options]) == 0
+    assert main(["plan", "--data", mix, *topologies, *options]) == 0
     assert "HFU" in capsys.readouterr().out
     result = json.loads(target.read_text())
     assert result["peak_tflops"] == 989.0
@@ -198,7 +163,7 @@ def test_published_times_and_utilization_are_predicted(mix, tmp_path, capsys):
 
 def test_utilization_needs_a_peak(tmp_path, capsys):
     target = tmp_path / "out.json"
-    shared = ["--mix", "low", "--topology", "g1n32", "--steps", "1", "--predictions", str(target)]
+    shared = ["--data", "low", "--topology", "g1n32", "--steps", "1", "--predictions", str(target)]
     assert main(["plan", *shared, "--cluster", "cpu"]) == 0
     assert "HFU (hardware" in capsys.readouterr().out
     assert [point["hfu"] for point in json.loads(target.read_text())["points"]] == [None, None]
@@ -238,7 +203,7 @@ def test_rank_lists_and_topologies_that_fill_the_cluster():
 
 def test_predict_writes_what_the_model_says(tmp_path, capsys):
     target = tmp_path / "out.json"
-    options = ["--mix", "joint", "--ranks", "32,64", "--topology", "g8n*", "--solver", "greedy", "--steps", "2"]
+    options = ["--data", "joint", "--ranks", "32,64", "--topology", "g8n*", "--solver", "greedy", "--steps", "2"]
     assert main(["plan", *options, "--predictions", str(target)]) == 0
     assert "g8n4" in capsys.readouterr().out
     result = json.loads(target.read_text())
@@ -262,7 +227,7 @@ def test_predict_writes_what_the_model_says(tmp_path, capsys):
 
 def test_a_step_of_several_micro_batches(tmp_path):
     target = tmp_path / "out.json"
-    arguments = ("--mix", "mixed", "--topology", "g8n4", "--topology", "g1n*", "--steps", "2", "--micro-batches", "3")
+    arguments = ("--data", "mixed", "--topology", "g8n4", "--topology", "g1n*", "--steps", "2", "--micro-batches", "3")
     assert main(["plan", *arguments, "--predictions", str(target)]) == 0
     points = {point["topology"]: point for point in json.loads(target.read_text())["points"]}
     assert list(points) == ["none", "g8n4", "step planned, g8n4", "g1n32", "step planned, g1n32"]
@@ -283,7 +248,7 @@ def test_a_step_of_several_micro_batches(tmp_path):
     assert whole["max_tokens_per_rank"] <= points["g1n32"]["max_tokens_per_rank"]
     assert whole["total_s"] < points["none"]["total_s"] / 1.3
     step = [[length for of in steps[0] for length in of[rank]] for rank in range(32)]
-    options = f"--mix mixed --topology g1n32 --micro-batches 3 --max-tokens-per-rank 60000 --predictions {target}"
+    options = f"--data mixed --topology g1n32 --micro-batches 3 --max-tokens-per-rank 60000 --predictions {target}"
     assert main(["plan", *options.split()]) == 0
     planned = kf.plan(
         step, "g1n32", d_model=3072, micro_batches=3, max_tokens_per_rank=60000, model=TrainedModel(routed=False)
@@ -319,6 +284,6 @@ def test_lengths_from_a_file_are_those_of_steps(tmp_path, capsys):
 
 def test_sixteen_thousand_ranks_take_seconds(tmp_path):
     start = time.process_time()  # of all threads, whatever else the machine does
-    options = ["--mix", "joint", "--ranks", "16384", "--topology", "g8/4/2/1n*", "--predictions"]
+    options = ["--data", "joint", "--ranks", "16384", "--topology", "g8/4/2/1n*", "--predictions"]
     assert main(["plan", *options, str(tmp_path / "x")]) == 0
     assert time.process_time() - start < 60

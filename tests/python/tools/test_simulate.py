@@ -206,6 +206,6 @@ def test_it_says_that_there_are_too_few_gpus(
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    assert use_device("auto", torch.get_num_threads(), local_rank, num_local=2) == torch.device("cpu")
+    assert use_device("auto", local_rank, num_local=2) == torch.device("cpu")
     said = capsys.readouterr().err
     assert said == ("" if local_rank else "knapformer: runs on the CPU, as it sees 1 GPUs for 2 ranks\n")

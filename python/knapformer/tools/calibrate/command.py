@@ -23,12 +23,6 @@ def add_parser(subparsers: Any) -> None:
     )  # fmt: skip
     add(parser, "--model")
     add(
-        parser, "--block", metavar="MODULE:FUNCTION",
-        help="measures your own block: function(device, dtype) returns it, and a function from packed lengths to the "
-        "arguments of its forward pass",
-    )  # fmt: skip
-    add(parser, "--d-model", help="with --block: its width, in features")
-    add(
         parser, "--lengths", metavar="N,N,...",
         help="tokens, such as 256,512,...,16384 (default: 7 lengths, by the model's width)",
     )  # fmt: skip
@@ -48,15 +42,13 @@ def run(args: argparse.Namespace) -> None:
 
     num_ranks = check_ranks(args.ranks) if args.ranks is not None or started_ranks() is not None else 1
     config = load_config(args.model)
-    if (args.block is None) != (args.d_model is None):
-        raise ArgumentError("--d-model: expected it with --block, whose width it is, and only there")
-    lengths = _lengths(args.lengths, args.d_model or config.d_model)
+    lengths = _lengths(args.lengths, config.d_model)
     for length in lengths if args.mask is not None else ():
         attention_pairs(args.mask, length)  # an error for a mask of another length
     if num_ranks > 1:
         run_on_ranks(args, num_ranks, partial(calibrate, args, config, lengths))
     else:
-        calibrate(args, config, lengths, use_device(args.device, args.threads))
+        calibrate(args, config, lengths, use_device(args.device))
 
 
 def _lengths(given: str | None, d_model: int) -> list[int]:

@@ -5,31 +5,26 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-import pkgutil
 import statistics
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from rich.console import Group
-from torch import nn
 
-from knapformer import ArgumentError, Cluster, StateError, TrainedModel, predict_step
+from knapformer import Cluster, StateError, TrainedModel, predict_step
 from knapformer.adapters.config import ModelConfig
 from knapformer.calibration import Calibration, ExchangeCost
-from knapformer.models.parallel import DTYPES, train_adapters
+from knapformer.models.parallel import DTYPES
 from knapformer.models.step import PackedStep
 from knapformer.tools.calibrate.fit import MAX_EXCHANGE_ERROR, calibration_of, error_warnings, fit_exchange, fit_fixed
+from knapformer.tools.calibrate.group import ExchangeTimes, StepTimes, fits, node_groups, time_exchanges, time_steps
 from knapformer.tools.cost_args import trained_model
 from knapformer.tools.files import show, table_of, write_json
-from knapformer.tools.measure.blocks import BlockKind, BlockTimes, KindOfWork, build_kinds, passes, time_works
+from knapformer.tools.measure.blocks import BlockKind, BlockTimes, KindOfWork, build_kinds, time_works
 from knapformer.tools.measure.environment import default_dtype, device_name, environment
-from knapformer.tools.measure.exchange import ExchangeTimes, node_groups, time_exchanges
 from knapformer.tools.measure.progress import Progress
-from knapformer.tools.measure.steps import StepTimes, fits, time_steps
 from knapformer.tools.measure.timing import Work
 from knapformer.tools.ways import Planning
 
@@ -45,10 +40,10 @@ def calibrate(args: argparse.Namespace, config: ModelConfig, lengths: Sequence[i
     All ranks measure at the same time, as in a run, where they share memory and power; their times are averaged.
     """
     dtype = args.dtype or default_dtype(device)
-    mask = args.mask or (config.mask if args.block is None else "full")
+    mask = args.mask or config.mask
     mode, num_ranks = args.mode or "training", dist.get_world_size() if dist.is_initialized() else 1
     first = num_ranks == 1 or dist.get_rank() == 0
-    works = _works(args, config, device, DTYPES[dtype], mode, mask)
+    works = _works(config, device, DTYPES[dtype], mode, mask, args.recomputes)
     with Progress((args.repeats + args.warmup) * len(works) * len(lengths), enabled=first) as progress:
         progress.describe("measuring blocks")
         rounds = (args.repeats, args.warmup)
@@ -62,7 +57,7 @@ def calibrate(args: argparse.Namespace, config: ModelConfig, lengths: Sequence[i
             progress.describe("measuring exchanges")
             exchanges = _time_exchanges(device)
             # A model computes one mask: steps of another one say nothing.
-            if args.block is None and mask == config.mask and fits(config, device):
+            if mask == config.mask and fits(config, device):
                 progress.describe("measuring whole steps")
                 # At most _NUM_STEP_LENGTHS of the lengths, evenly picked from the shortest on.
                 every = sorted(set(lengths))[:: max(1, -(-len(set(lengths)) // _NUM_STEP_LENGTHS))]
@@ -71,8 +66,8 @@ def calibrate(args: argparse.Namespace, config: ModelConfig, lengths: Sequence[i
         return
     calibration = _with_exchanges(
         calibration_of(
-            lengths, times.per_block(), times.spreads(), args.d_model or config.d_model, recomputes=args.recomputes,
-            mode=mode, mask=mask, device=device_name(device),
+            lengths, times.per_block(), times.spreads(), config.d_model, recomputes=args.recomputes, mode=mode,
+            mask=mask, device=device_name(device),
         ),
         exchanges,
     )  # fmt: skip
@@ -81,7 +76,7 @@ def calibrate(args: argparse.Namespace, config: ModelConfig, lengths: Sequence[i
         calibration = _with_steps(calibration, config, steps, trained)
     write_json(args.json, {
         **calibration.to_dict(),
-        "model": config.to_dict() if args.block is None else {"block": args.block},
+        "model": config.to_dict(),
         "dtype": dtype,
         "num_ranks": num_ranks,
         "measured_blocks": [
@@ -93,45 +88,18 @@ def calibrate(args: argparse.Namespace, config: ModelConfig, lengths: Sequence[i
         "environment": environment(device),
     })  # fmt: skip
     ranks = f"{num_ranks} ranks" if num_ranks > 1 else "1 rank"
-    head = f"{args.block or args.model} in {dtype} on {device_name(device)}, {ranks}"
+    head = f"{args.model} in {dtype} on {device_name(device)}, {ranks}"
     show(head, _table(calibration, times), *_sentences(calibration))
 
 
 def _works(
-    args: argparse.Namespace, config: ModelConfig, device: torch.device, dtype: torch.dtype, mode: str, mask: str
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, mode: str, mask: str, recomputes: bool
 ) -> list[KindOfWork]:
-    if args.block is None:
+    def work(kind: BlockKind, seq_lens: list[int]) -> Work:
+        step = PackedStep(seq_lens, config.d_model, mask=mask)
+        return kind.work(step, list(map(config.text_tokens, seq_lens)), recomputes)
 
-        def work(kind: BlockKind, seq_lens: list[int]) -> Work:
-            step = PackedStep(seq_lens, config.d_model, mask=mask)
-            return kind.work(step, list(map(config.text_tokens, seq_lens)), args.recomputes)
-
-        return [(kind.name, kind.count, partial(work, kind)) for kind in build_kinds(config, device, dtype, mode)]
-    block, inputs = _load_own_block(args.block, device, dtype)
-    if mode == "lora":
-        train_adapters(block, [block])
-    return [(args.block, 1, lambda seq_lens: passes(block, inputs(seq_lens), args.recomputes))]
-
-
-def _load_own_block(
-    spec: str, device: torch.device, dtype: torch.dtype
-) -> tuple[nn.Module, Callable[[list[int]], tuple[Any, ...]]]:
-    """spec: "module:function", found as Python finds modules, the working directory among them.
-
-    function(device, dtype) returns the block and a function from the lengths of packed sequences, in tokens, to the
-    arguments of its forward pass. The block returns a tensor, or a tuple of them. Raises ArgumentError where there is
-    no such function, or it returns something else.
-    """
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        make = pkgutil.resolve_name(spec)
-    except (ValueError, ImportError, AttributeError) as error:
-        raise ArgumentError(f"--block: got {spec!r}, expected module:function: {error}") from None
-    made = make(device, dtype)
-    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1])):
-        raise ArgumentError(f"--block: {spec}: got {type(made).__name__}, expected (block, function of lengths)")
-    return made
+    return [(kind.name, kind.count, partial(work, kind)) for kind in build_kinds(config, device, dtype, mode)]
 
 
 def _time_exchanges(device: torch.device) -> dict[str, ExchangeTimes]:

@@ -1,4 +1,5 @@
-"""A model's blocks of each kind, alone and ready to run, and their times over a range of lengths. Needs torch.
+"""A model's blocks of each kind, alone and ready to run, and their times over a range of lengths; and the whole model,
+sharded over the ranks. Needs torch.
 
 One block of a kind stands for all, since they are alike. For each kind a model with as few blocks as possible is built,
 so that a model whose blocks would fill many devices fits on one.
@@ -13,14 +14,16 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from knapformer import ArgumentError
 from knapformer.adapters.config import ModelConfig
 from knapformer.adapters.model import Draw, PackedModel
-from knapformer.adapters.named import build_model
-from knapformer.models.parallel import init_weights, train_adapters
+from knapformer.adapters.named import build_model, materialize
+from knapformer.models.parallel import init_weights, set_checkpointing, shard_model, train_adapters
 from knapformer.models.step import PackedStep
 from knapformer.tools.measure.timing import Work, measured_rounds, relative_spread
 
@@ -92,6 +95,32 @@ def build_kinds(
         init_weights(kind.model)
         kinds.append(kind)
     return kinds
+
+
+def sharded_model(
+    config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    checkpointing: bool,
+    mode: str = "training",
+    *,
+    keep_exchanges: bool = False,
+    seed: int = 0,
+) -> PackedModel:
+    """A model sharded over all ranks, never whole on any: built without memory, sharded, then filled. Collective.
+
+    mode: "training", or "lora" with adapters on a frozen base.
+    """
+    # Where the model computes in bfloat16, its parameters are kept in float32.
+    kept = torch.float32 if dtype == torch.bfloat16 else dtype
+    model = build_model(config, kept, "meta")
+    if mode == "lora":
+        train_adapters(model, (block for blocks in model.block_lists() for block in blocks))
+    set_checkpointing(model, checkpointing, keep_exchanges=keep_exchanges)
+    shard_model(model, init_device_mesh(device.type, (dist.get_world_size(),)), dtype if dtype != kept else None)
+    materialize(model, device)
+    init_weights(model, seed)
+    return model
 
 
 @dataclass(frozen=True)

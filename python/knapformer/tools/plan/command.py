@@ -7,28 +7,22 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 from knapformer import ArgumentError, Cluster, DataMix, Plan, Topology
 from knapformer.tools import cli_args, cost_args
-from knapformer.tools.cli_args import DRAW, add, refuse
+from knapformer.tools.cli_args import DRAW, add
 from knapformer.tools.files import cells_of, show, table_of, write, write_json
 from knapformer.tools.ways import (
     NO_BALANCER,
     PEAK_TFLOPS,
     PLANNED_STEP,
     Draw,
-    Lengths,
-    Planning,
     Step,
-    batches_of_mix,
     by_micro_batch,
-    lengths_of_step,
     means,
+    planned_whole,
     usual_ways,
 )
 
@@ -39,11 +33,6 @@ _POINT = {
     "rest": "rest_s:.3f", "efficiency": "efficiency:.1%", "HFU": "hfu:.1%", "WIR": "wir:.2f:inf",
     "peak": "max_tokens_per_rank:,.0f", "GB": "sent_gb:",
 }  # fmt: skip
-# Options that a plan from a file has fixed already, or that it has no use for.
-_OF_PLANNING = (
-    "--topology", "--ranks", "--micro-batches", "--sync", "--steps", *DRAW, "--solver", "--effort", "--gamma",
-    "--d-model", "--mask", "--max-tokens-per-rank", "--rank-speed", "--predictions",
-)  # fmt: skip
 
 
 def add_parser(subparsers: Any) -> None:
@@ -51,7 +40,7 @@ def add_parser(subparsers: Any) -> None:
         subparsers, "plan", run, help="plans of steps, their predicted times, and pictures of them",
         description=__doc__, epilog=cli_args.DATA_CODES,
     )  # fmt: skip
-    add(parser.add_mutually_exclusive_group(required=True), "--from", "--data", "--lengths")
+    add(parser.add_mutually_exclusive_group(required=True), "--data", "--lengths")
     add(
         parser, "--topology",
         help="bags of ranks, such as g8n4, g1n2+g2n1 or g8/4/2/1n4, which repeat over the ranks; g8n*: all ranks "
@@ -61,7 +50,7 @@ def add_parser(subparsers: Any) -> None:
         parser, "--ranks", type=str, metavar="N,N,...",
         help="such as 32,128,...,16384; dots go on by the same factor (default: those of --data or --lengths)",
     )  # fmt: skip
-    add(parser, "--micro-batches", "--sync")
+    add(parser, "--micro-batches")
     add(parser, "--steps", default=1, help="whose predicted times are averaged (default 1)")
     add(parser, *DRAW, "--solver", "--effort")
     cli_args.add_gamma(parser)
@@ -78,19 +67,31 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    if args.plan is not None:
-        refuse(args, _OF_PLANNING, "a plan", "which has its own")
-        plan = Plan.from_json(Path(args.plan).read_text(encoding="utf-8", errors="replace"))
-        of = cost_args.planning(args, plan.cluster, plan.model, d_model=plan.d_model, gamma=plan.workload.gamma)
-        plan = plan.on(of.cluster, of.model)
-        _write(args, plan)
-        if args.json != "-":
-            _print_made(plan, f"{plan.solver}, from {args.plan}")
-        return
-    planning, plan, points, took = _planned(args)
-    if args.predictions is not None and not points:
-        raise ArgumentError("--predictions: got one where nothing is predicted, expected sequences, and no --sync step")
-    _write(args, plan)
+    if args.topology is None:
+        raise ArgumentError("--topology: got none, expected bags of ranks such as g8n4, or auto")
+    planning = cost_args.planning(args)
+    ranks = [None] if args.ranks is None else cli_args.counts(args.ranks, "--ranks", cli_args.MAX_RANKS)
+    draws = [
+        Draw(planning, cli_args.batches_of(args, num_ranks), seed=args.seed, max_tokens=args.max_tokens_per_rank)
+        for num_ranks in ranks
+    ]
+    for draw in draws:
+        for topology in args.topology:
+            if topology != "auto":
+                Topology(topology_for(topology, draw.num_ranks), draw.num_ranks)
+    lengths = draws[0].batches[0]
+    cost_args.warn_if_far(args, planning, lengths)
+    plan, took_s = _first_plan(args, draws[0])
+    points = []
+    if any(lens for of_ranks in lengths for lens in of_ranks):
+        points = [point for draw in draws for point in _points(args, draw)]
+    elif args.predictions is not None:
+        raise ArgumentError("--predictions: got one where nothing is predicted, expected sequences")
+    if args.report is not None:
+        from knapformer.tools.plan.report import write_report
+
+        write_report(args.report, plan)
+    write(args.json, plan.to_json())
     if args.predictions is not None:
         options = ("micro_batches", "max_tokens_per_rank", "seed")
         write_json(args.predictions, {
@@ -108,58 +109,11 @@ def run(args: argparse.Namespace) -> None:
         })  # fmt: skip
     if "-" in (args.json, args.predictions):
         return
-    if took:
-        _print_made(plan, took)
+    if len(draws) == len(args.topology) == args.steps == 1:
+        _print_made(plan, took_s)
     if points:
         _print_points(points, args.steps)
     show(cost_args.assumed(args, planning))
-
-
-def _write(args: argparse.Namespace, plan: Plan) -> None:
-    if args.report is not None:
-        from knapformer.tools.plan.report import write_report
-
-        write_report(args.report, plan)
-    write(args.json, plan.to_json())
-
-
-def _planned(args: argparse.Namespace) -> tuple[Planning, Plan, list[Point], str]:
-    """What is planned with, the plan, predicted points, and how the plan was made: '' where it is one of several."""
-    if args.topology is None:
-        raise ArgumentError("--topology: got none, expected bags of ranks such as g8n4, or auto")
-    if args.lengths is not None:
-        refuse(args, DRAW, "--lengths")
-    planning = cost_args.planning(args)
-    ranks, batches_on = _source(args)
-    is_one = len(ranks) == len(args.topology) == args.steps == 1
-    # Predictions add up micro-batches. Where ranks wait once a step, its time is not that sum.
-    if args.sync == "step" and (args.micro_batches is None or not is_one):
-        raise ArgumentError("--sync: got 'step', expected it with --micro-batches, of one topology, --ranks and step")
-    for num_ranks in ranks:
-        for topology in args.topology:
-            if topology != "auto":
-                Topology(topology_for(topology, num_ranks), num_ranks)
-    draws = (Draw(planning, batches_on(of), seed=args.seed, max_tokens=args.max_tokens_per_rank) for of in ranks)
-    first = next(draws)
-    cost_args.warn_if_far(args, planning, first.batches[0])
-    has_tokens = any(lens for of_ranks in first.batches[0] for lens in of_ranks)
-    plan, elapsed_s = _first_plan(args, first)
-    points = []
-    if args.sync == "micro_batch" and has_tokens:
-        points = [point for draw in (first, *draws) for point in _points(args, draw)]
-    return planning, plan, points, f"{plan.solver} in {elapsed_s * 1e3:.3g} ms" if is_one else ""
-
-
-def _source(args: argparse.Namespace) -> tuple[list[int], Callable[[int], list[list[Lengths]]]]:
-    """The numbers of ranks, and the batches of the steps on such a number, [step][micro-batch][rank]."""
-    if args.lengths is not None:
-        steps = cli_args.steps_from(args)
-        return [len(steps[0][0])], lambda _: steps
-    mix = cli_args.mix_of(args)
-    ranks = [mix.num_ranks] if args.ranks is None else cli_args.counts(args.ranks, "--ranks", cli_args.MAX_RANKS)
-    for num_ranks in ranks:
-        mix.check_divides(num_ranks)
-    return ranks, partial(batches_of_mix, mix, args.seed, range(args.steps), args.micro_batches or 1)
 
 
 def topology_for(text: str, num_ranks: int) -> str:
@@ -174,17 +128,11 @@ def topology_for(text: str, num_ranks: int) -> str:
     return f"{text[:-1]}{num_ranks // num_ranks_per_bag}"
 
 
-def _plan_whole(args: argparse.Namespace, draw: Draw, topology: str, max_tokens: int) -> Plan:
-    """Of the first step of the draw."""
-    lengths, micro_batches = lengths_of_step(draw.batches[0]), args.micro_batches or 1
-    return draw.planning.plan(lengths, topology, micro_batches=micro_batches, max_tokens_per_rank=max_tokens)
-
-
-def _topology(args: argparse.Namespace, draw: Draw, asked: str) -> str:
+def _topology(draw: Draw, asked: str) -> str:
     """'auto' is the best of the first step."""
     if asked != "auto":
         return topology_for(asked, draw.num_ranks)
-    return str(_plan_whole(args, draw, asked, draw.max_tokens).topology)
+    return str(next(planned_whole(asked)(draw)).plans[0].topology)
 
 
 def _peak_tflops(args: argparse.Namespace) -> float | None:
@@ -195,15 +143,14 @@ def _peak_tflops(args: argparse.Namespace) -> float | None:
 
 def _first_plan(args: argparse.Namespace, draw: Draw) -> tuple[Plan, float]:
     """The plan of the first step, and the seconds that planning took."""
-    topology, limit = _topology(args, draw, args.topology[-1]), draw.max_tokens
-    if args.micro_batches is not None and not limit:
-        limit = next(by_micro_batch(topology)(draw)).max_tokens
-    start = time.perf_counter()
-    return _plan_whole(args, draw, topology, limit), time.perf_counter() - start
+    topology = _topology(draw, args.topology[-1])
+    beside = [] if args.micro_batches is None else [next(by_micro_batch(topology)(draw))]
+    step = next(planned_whole(topology, beside=beside)(draw))
+    return cast(Plan, step.whole), step.plan_s
 
 
 def _points(args: argparse.Namespace, draw: Draw) -> list[Point]:
-    topologies = dict.fromkeys(_topology(args, draw, asked) for asked in args.topology)
+    topologies = dict.fromkeys(_topology(draw, asked) for asked in args.topology)
     ways = usual_ways(draw, topologies, args.micro_batches is not None)
     return [_point(steps, "none" if name == NO_BALANCER else name, args) for name, steps in ways.items()]
 
@@ -215,11 +162,10 @@ def _point(steps: Sequence[Step], name: str, args: argparse.Namespace) -> Point:
     return named | means(steps, _peak_tflops(args))
 
 
-def _print_made(plan: Plan, took: str) -> None:
-    """took: how the plan was made."""
+def _print_made(plan: Plan, took_s: float) -> None:
     parts = f"{plan.num_micro_batches} micro-batches, " if plan.num_micro_batches > 1 else ""
     size = f"{plan.num_ranks} ranks, {parts}{plan.num_sequences:,} sequences, {plan.num_tokens:,} tokens"
-    show(f"{plan.topology}, {size}, {took}", _plan_text(plan))
+    show(f"{plan.topology}, {size}, {plan.solver} in {took_s * 1e3:.3g} ms", _plan_text(plan))
 
 
 def _plan_text(plan: Plan) -> str:
@@ -228,7 +174,7 @@ def _plan_text(plan: Plan) -> str:
     of_mean = f"{plan.max_tokens * plan.num_ranks * plan.num_micro_batches / plan.num_tokens:.2f} times the mean"
     if plan.num_micro_batches > 1:
         of_mean += " of a micro-batch"
-        waits = f"Ranks wait for each other {'in every micro-batch' if plan.sync == 'micro_batch' else 'once a step'}."
+        waits = "Ranks wait for each other in every micro-batch."
     else:
         gain = plan.max_over_mean_before / plan.max_over_mean_after
         waits = f"The slowest rank has {gain:.2f} times less to compute."

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from knapformer import ArgumentError, Plan, Topology
 from knapformer.tools import cli_args, cost_args
-from knapformer.tools.cli_args import DRAW, add, refuse
+from knapformer.tools.cli_args import DRAW, add
 from knapformer.tools.files import cells_of, show, table_of, write_json
 from knapformer.tools.launch import use_device
-from knapformer.tools.ways import NO_BALANCER, Draw, Lengths, Planning, Step, batches_of_mix, usual_ways
+from knapformer.tools.ways import NO_BALANCER, Draw, Planning, Step, usual_ways
 
 if TYPE_CHECKING:
     from knapformer.adapters.config import ModelConfig
@@ -52,15 +52,13 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     cli_args.check_torch()
-    if args.lengths is not None:
-        refuse(args, DRAW, "--lengths")
     from knapformer.adapters.named import load_config
     from knapformer.models.parallel import DTYPES
     from knapformer.tools.measure.environment import default_dtype, device_name, environment
     from knapformer.tools.measure.progress import Progress
     from knapformer.tools.replay.shares import Replayer, Variant, shares_of
 
-    device = use_device(args.device, args.threads)
+    device = use_device(args.device)
     args.model = args.model or _DEFAULT_MODELS[device.type]
     config, dtype = load_config(args.model), args.dtype or default_dtype(device)
     planning = cost_args.planning(args, d_model=config.d_model, mask=config.mask)
@@ -141,17 +139,9 @@ def _ways(args: argparse.Namespace, config: ModelConfig, planning: Planning) -> 
     """The ways to replay; the first leaves every sequence at home. Raises ArgumentError, OSError."""
     if args.topology is None:
         raise ArgumentError("--topology: got none, expected bags of ranks such as g8n4")
-    draw = Draw(planning, _drawn(args, config), max_tokens=args.max_tokens_per_rank)
+    draw = Draw(planning, cli_args.batches_of(args, tokens=config.planned_tokens), max_tokens=args.max_tokens_per_rank)
     topologies = dict.fromkeys(str(Topology(text, draw.num_ranks)) for text in args.topology)
     ways = usual_ways(draw, topologies, args.micro_batches is not None)
     if not all(plan.num_tokens for step in ways[NO_BALANCER] for plan in step.plans):
         raise ArgumentError("plan: got a step without sequences, expected at least one sequence to replay")
     return ways
-
-
-def _drawn(args: argparse.Namespace, config: ModelConfig) -> list[list[Lengths]]:
-    """[step][micro-batch][rank]."""
-    if args.lengths is not None:
-        return cli_args.steps_from(args)
-    mix, num_ranks = cli_args.mix_and_ranks(args)
-    return batches_of_mix(mix, args.seed, range(args.steps), args.micro_batches or 1, num_ranks, config.planned_tokens)

@@ -1,7 +1,8 @@
-"""What the balancer's exchanges cost inside a group. Needs torch."""
+"""What a group of ranks takes: the balancer's exchanges, and whole steps of a sharded model. Needs torch."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,7 +11,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from knapformer import SequenceBalancer
+from knapformer import Sample, SequenceBalancer
+from knapformer.adapters.config import ModelConfig
+from knapformer.adapters.named import build_model, random_batch
+from knapformer.tools.measure.blocks import packed_lengths, sharded_model
 from knapformer.tools.measure.timing import Work, measured_rounds
 
 # What a rank receives of a token: three heads of 128 numbers in bfloat16, as with FLUX in a bag of 8.
@@ -64,3 +68,55 @@ def node_groups(num_local: int, device: torch.device) -> tuple[dist.ProcessGroup
     mesh = init_device_mesh(device.type, (dist.get_world_size() // num_local, num_local))
     node, network = (mesh.get_group(dim) if mesh.size(dim) > 1 else None for dim in (1, 0))
     return node, network
+
+
+def fits(config: ModelConfig, device: torch.device) -> bool:
+    """Whether parameters and their gradients, sharded over the world, take at most half of each rank's memory.
+    Collective."""
+    num_parameters = sum(p.numel() for p in build_model(config, torch.float32, "meta").parameters())
+    if device.type == "cuda":
+        memory_bytes = torch.cuda.get_device_properties(device).total_memory
+    else:  # a rank's share of the host's
+        memory_bytes = (
+            os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        )
+    smallest = torch.tensor(memory_bytes)
+    dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
+    return 2 * 4 * num_parameters / dist.get_world_size() <= smallest.item() / 2
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Times of steps of one micro-batch in which every rank computes its own sequences, of the same lengths on all
+    ranks, so that none waits for another."""
+
+    num_parameters: int  # of the blocks
+    seq_lens: list[list[int]]  # for each step, those of a rank
+    seconds: list[list[float]]  # by step and round: forward, recompute and backward of the slowest rank
+
+
+def time_steps(
+    config: ModelConfig, lengths: Sequence[int], device: torch.device, dtype: torch.dtype, checkpointing: bool,
+    mode: str, num_rounds: int, num_warmup_rounds: int = 1,
+) -> StepTimes:  # fmt: skip
+    """Steps over about these lengths, short ones packed as `time_works` packs them. Collective over the world."""
+    model = sharded_model(config, device, dtype, checkpointing, mode)
+
+    def sample(length: int) -> Sample:
+        return config.possible(config.sample_of(length, config.text_tokens(length)))
+
+    def step(samples: Sequence[Sample]) -> Work:
+        batch, target = random_batch(config, samples, dist.get_rank(), device, dtype)
+        model.zero_grad(set_to_none=True)
+        dist.barrier()
+        return lambda: (model(batch, None) - target).square().mean().backward()
+
+    drawn = [[sample(n) for n in packed] for packed in packed_lengths(lengths, device)]
+    rounds = measured_rounds([partial(step, of) for of in drawn], device, num_rounds, num_warmup_rounds)
+    seconds = torch.tensor(rounds, dtype=torch.float64)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return StepTimes(
+        sum(p.numel() for blocks in model.block_lists() for p in blocks.parameters()),
+        [[config.planned_tokens(size) for size in of] for of in drawn],
+        seconds.tolist(),
+    )
