@@ -150,7 +150,10 @@ class SequenceBalancer(_torch.SequenceBalancer):
 
         ended: this rank's data has ended (PlanningAhead.num_ended).
         failure: why this rank's data has failed; then finish_planning raises StateError on all ranks.
-        samples: what this rank loaded, in place of seq_lens: start_moving sends it to the ranks that compute it.
+        samples: what this rank loaded, in place of seq_lens. Between the halves start_moving(ahead), collective, waits
+            for the plan and launches the all-to-all that sends it to the ranks that compute it. After finish_planning,
+            finish_moving(ahead), collective, waits for it, once: by micro-batch, the tensors of each chunk on this
+            rank, in the order of its rows. Of failed data and refused lengths finish_planning raises the error.
 
         Collective over the balancer's group, one collective.
         """
@@ -165,16 +168,6 @@ class SequenceBalancer(_torch.SequenceBalancer):
         than any rank had before.
         """
         return super().finish_planning(ahead)
-
-    def start_moving(self, ahead: PlanningAhead) -> None:
-        """Between the halves of planning, where samples were given: waits for the plan, and launches the all-to-all of
-        samples. For failed data and refused lengths, finish_planning raises the error. Collective."""
-        super().start_moving(ahead)
-
-    def finish_moving(self, ahead: PlanningAhead) -> list[list[list[Tensor]]]:
-        """After finish_planning, once: waits for the samples. By micro-batch, the tensors of each chunk on this rank,
-        in the order of its rows. Collective."""
-        return super().finish_moving(ahead)
 
     def step(self, plan: Plan, micro_batch: SupportsIndex = 0) -> Step:
         """The step of a plan on this rank. Its methods are those below: they go by it, whatever is planned after it.

@@ -6,60 +6,20 @@ one with a mask of its own.
 
 from __future__ import annotations
 
+import contextlib
 import json
-import operator
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from knapformer._core import MAX_SEQUENCE_TOKENS, ArgumentError, attention_pairs
+from knapformer._core import ArgumentError, attention_pairs
 
 
-class Recorder:
-    """This rank's part of a log: see `record`."""
-
-    def __init__(self, folder: str | os.PathLike[str], rank: int, num_ranks: int) -> None:
-        if not 0 <= rank < num_ranks:
-            raise ArgumentError(f"rank: got {rank}, expected 0 to {num_ranks - 1}, of num_ranks")
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        # A line at a time reaches the file, so that a run that is killed leaves whole batches.
-        self._file = open(Path(folder, log_name(rank, num_ranks)), "w", buffering=1, encoding="utf-8")  # noqa: SIM115
-
-    def __call__(self, seq_lens: Iterable[Any], masks: Iterable[str] | None = None) -> None:
-        """Logs the next batch (with accumulation: micro-batch) of this rank. seq_lens: the tokens of each sample, an
-        iterable or a tensor; empty for a batch without samples. masks: of each sample the text of its mask; None: those
-        of the model. Raises ArgumentError."""
-        try:
-            given = list(seq_lens)
-        except (TypeError, RuntimeError):
-            raise ArgumentError(f"seq_lens: got {seq_lens!r}, expected the tokens of each sample") from None
-        lens = list(map(_tokens, given))
-        if masks is None:
-            self._file.write(json.dumps(lens) + "\n")
-            return
-        of_samples = list(masks)
-        if len(of_samples) != len(lens):
-            raise ArgumentError(f"masks: got {len(of_samples)} masks, expected one for each of the {len(lens)} samples")
-        for mask, length in zip(of_samples, lens, strict=True):
-            attention_pairs(mask, length)  # an error for a text that is no mask of this length
-        samples = [{"length": n, "mask": mask} for n, mask in zip(lens, of_samples, strict=True)]
-        self._file.write(json.dumps(samples) + "\n")
-
-    def close(self) -> None:
-        self._file.close()
-
-    def __enter__(self) -> Recorder:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-def record(folder: str | os.PathLike[str], rank: int | None = None, num_ranks: int | None = None) -> Recorder:
+@contextlib.contextmanager
+def record(
+    folder: str | os.PathLike[str], rank: int | None = None, num_ranks: int | None = None
+) -> Iterator[Callable[..., None]]:
     """A log of what this rank draws, for `knapformer doctor FOLDER`:
 
         with knapformer.record("lengths") as log:
@@ -67,22 +27,36 @@ def record(folder: str | os.PathLike[str], rank: int | None = None, num_ranks: i
                 log(batch.seq_lens)  # with masks of samples: log(batch.seq_lens, batch.masks)
 
     Each rank writes a file of its own in `folder`, which all ranks may share. The log of an earlier run is replaced.
-    rank, num_ranks: None: RANK and WORLD_SIZE, as torchrun sets them; without these, one rank. Raises ArgumentError,
-    OSError.
+    rank, num_ranks: None: RANK and WORLD_SIZE, as torchrun sets them; without these, one rank.
+
+    log(seq_lens, masks=None): the next batch (with accumulation: micro-batch) of this rank. seq_lens: the tokens of
+    each sample, an iterable or a tensor; empty for a batch without samples. masks: of each sample the text of its mask;
+    None: those of the model.
+
+    Both raise ArgumentError, and OSError.
     """
     rank = int(os.environ.get("RANK", "0")) if rank is None else rank
-    return Recorder(folder, rank, int(os.environ.get("WORLD_SIZE", "1")) if num_ranks is None else num_ranks)
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1")) if num_ranks is None else num_ranks
+    if not 0 <= rank < num_ranks:
+        raise ArgumentError(f"rank: got {rank}, expected 0 to {num_ranks - 1}, of num_ranks")
+    Path(folder).mkdir(parents=True, exist_ok=True)
 
+    def log(seq_lens: Iterable[Any], masks: Iterable[str] | None = None) -> None:
+        try:
+            lens = list(seq_lens)
+        except (TypeError, RuntimeError):
+            raise ArgumentError(f"seq_lens: got {seq_lens!r}, expected the tokens of each sample") from None
+        of_samples = ["full"] * len(lens) if masks is None else list(masks)
+        if len(of_samples) != len(lens):
+            raise ArgumentError(f"masks: got {len(of_samples)} masks, expected one for each of the {len(lens)} samples")
+        for mask, length in zip(of_samples, lens, strict=True):
+            attention_pairs(mask, length)  # an error for what is no length, or no mask of this length
+        samples = [{"length": int(n), "mask": mask} for n, mask in zip(lens, of_samples, strict=True)]
+        file.write(json.dumps(list(map(int, lens)) if masks is None else samples) + "\n")
 
-def _tokens(length: Any) -> int:
-    try:
-        tokens = operator.index(length)
-    except (TypeError, RuntimeError):  # the latter from tensors without values
-        expected = f"an integer, 1 to {MAX_SEQUENCE_TOKENS} tokens"
-        raise ArgumentError(f"seq_lens: got {length!r}, expected {expected}") from None
-    if not 1 <= tokens <= MAX_SEQUENCE_TOKENS:
-        raise ArgumentError(f"seq_lens: got {tokens}, expected 1 to {MAX_SEQUENCE_TOKENS} tokens")
-    return tokens
+    # A line at a time reaches the file, so that a run that is killed leaves whole batches.
+    with open(Path(folder, log_name(rank, num_ranks)), "w", buffering=1, encoding="utf-8") as file:
+        yield log
 
 
 def log_name(rank: int, num_ranks: int) -> str:

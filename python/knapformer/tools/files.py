@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import shutil
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -127,3 +128,34 @@ def show(*parts: str | Group) -> None:
         console.width = 200
     for part in parts:
         console.print(part, soft_wrap=isinstance(part, str))
+
+
+class Progress:
+    """How far a command has come, on standard error: on a terminal one line that changes, elsewhere a line for each
+    stage. Silent unless enabled. total: of what `advance` counts."""
+
+    def __init__(self, total: int, enabled: bool = True) -> None:
+        self._total, self._done, self._text = total, 0, ""
+        self._enabled, self._is_terminal = enabled, sys.stderr.isatty()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_terminal:
+            self._print("")
+
+    def describe(self, text: str) -> None:
+        if text != self._text:
+            self._text = text
+            self._print(f"{text}, {self._done} of {self._total} done")
+
+    def advance(self) -> None:
+        self._done += 1
+        if self._is_terminal:
+            self._print(f"{self._text}, {self._done} of {self._total} done")
+
+    def _print(self, text: str) -> None:
+        if self._enabled:
+            begin, end = ("\r\033[K", "") if self._is_terminal else ("", "\n")
+            print(f"{begin}{text}", end=end, file=sys.stderr, flush=True)

@@ -1,29 +1,51 @@
 """Reads the lengths of samples from files of many kinds: a length a sample, or sizes that a model turns into tokens.
 
-Rows are read as a stream. Rows that cannot be read are counted, and the first of them is named.
+Rows are read as a stream. Rows that cannot be read are counted, and the first of them is named. What a column means is
+decided once for a table, before a row is read. Columns that may mean two things are an error.
 """
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import itertools
 import json
+import math
+import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 from knapformer import ArgumentError
+from knapformer._core import MAX_SEQUENCE_TOKENS
 from knapformer.json_file import parse_json
 from knapformer.lengths_log import read_log
-from knapformer.tools.columns import Columns, checked_tokens, has_masks, integer, known_columns, with_mask
-from knapformer.tools.presets import Preset
+from knapformer.tools.presets import DEFAULT_PRESET, PRESETS, Preset
+from knapformer.tools.ways import MaskedLength, has_masks
 
 FORMATS = ("json", "jsonl", "ndjson", "txt", "csv", "tsv", "parquet")
 _BATCH_ROWS = 1 << 16
+
+# Names of columns in common data sets and tools, by what the columns hold.
+_NAMES = {
+    "length": ("length", "len", "tokens", "num_tokens", "seq_len", "seq_lens", "sequence_length"),
+    "width": ("width", "w", "img_width", "image_width", "video_width"),
+    "height": ("height", "h", "img_height", "image_height", "video_height"),
+    "size": ("resolution", "img_size", "image_size", "train_resolution", "target_size"),  # 832x480 or [832, 480]
+    "frames": ("frames", "num_frames", "n_frames", "nframes", "nb_frames", "frame_count", "bucket_frames"),
+    "fps": ("fps", "framerate", "frame_rate"),
+    "duration": ("duration", "duration_s", "seconds", "video_duration"),
+    "text": ("text_tokens", "num_text_tokens", "caption_tokens", "num_caption_tokens", "prompt_tokens"),
+    "mask": ("mask",),  # a text, as attention_pairs takes it
+}
+MEANINGS = tuple(_NAMES)
+_MEANING_OF = {name: meaning for meaning, names in _NAMES.items() for name in names}
+# What a trainer made of a sample for its model; other columns of the same meaning are of the file it was made from.
+_TRAINED = ("train_resolution", "target_size", "bucket_frames")
 
 
 @dataclass
@@ -55,46 +77,130 @@ class Samples:
         return f"{share} cannot be read, the first of them {self.first_bad}."
 
 
-def read_samples(
-    path: str, preset: Preset | None, columns: Mapping[str, str] | None = None, may_be_empty: bool = False
-) -> Samples:
+class Columns:
+    """What the columns of a table hold. Raises ArgumentError where that is ambiguous, a plain ValueError where it does
+    not suffice.
+
+    names: of the values of a row. preset: turns sizes into tokens; None where rows must have lengths. given: the
+    columns to read, by what they hold; empty: those with known names.
+    """
+
+    def __init__(self, names: Sequence[str], preset: Preset | None, given: Mapping[str, str]) -> None:
+        for meaning, name in given.items():
+            if name not in names:
+                raise ArgumentError(f"--columns: got {meaning}={name!r}, expected one of {_quoted(names)}")
+        found = dict(given) or _recognised(names)
+        _check_unambiguous(found)
+        has_size = preset is not None and ("size" in found or found.keys() >= {"width", "height"})
+        if "length" not in found and not has_size:
+            sizes = "" if preset is None else ", or of widths and heights in pixels"
+            raise ValueError(
+                f"columns: got {_quoted(names)}, expected a column of lengths in tokens{sizes}; name them with "
+                "--columns length=NAME or width=NAME,height=NAME,frames=NAME,text=NAME; values are separated by ',', "
+                "or by tabs in .tsv files"
+            )
+        unused = found.keys() - {"length", "mask"} if "length" in found else set[str]()
+        unused |= {"fps", "duration"} if "frames" in found else set()
+        unused |= {"text"} if preset is not None and preset.text_beside else set()
+        self._preset, self._found = preset, {of: name for of, name in found.items() if of not in unused}
+
+    def description(self) -> str:
+        """Which columns are read as what, and what is assumed for want of a column."""
+        found = self._found
+        said = [f"{'tokens' if of == 'length' else of} from {name!r}" for of, name in found.items()]
+        if "length" not in found and self._preset is not None:
+            if self._preset.is_video and not found.keys() & {"frames", "fps"}:
+                said.append("every sample a picture of one frame, as no column holds frames")
+            if not self._preset.text_beside and "text" not in found:
+                said.append("captions left out, as no column holds their tokens")
+        return ", ".join(said)
+
+    def tokens(self, row: Mapping[str | None, Any]) -> int:
+        """A MaskedLength where the row has a mask. row: under None, what it has beyond its columns.
+
+        Raises a plain ValueError for a row that cannot be used, ArgumentError for videos of a model of pictures."""
+        if any(row.get(None, ())):
+            raise ValueError("got more values than columns: a comma in a value needs quotes")
+        value = {meaning: row[name] for meaning, name in self._found.items()}
+        return _with_mask(self._tokens(value), value.get("mask"))
+
+    def _tokens(self, value: Mapping[str, Any]) -> int:
+        if "length" in value or self._preset is None:
+            return _tokens(value["length"])
+        width, height, frames = _size_of(value)
+        text = _integer(value.get("text", 0), "text", least=0)
+        if frames > 1 and not self._preset.is_video:
+            default = ", the default" if self._preset.name == DEFAULT_PRESET else ""
+            videos = ", ".join(preset.name for preset in PRESETS.values() if preset.is_video)
+            raise ArgumentError(
+                f"--model: got {self._preset.name}{default}, a model of pictures, for a sample of {frames} frames, "
+                f"expected a model of videos: {videos}"
+            )
+        return _tokens(self._preset.num_tokens(width, height, frames, text))
+
+
+def read_samples(path: str, preset: Preset | None, columns: Mapping[str, str] | None = None) -> Samples:
     """path: '-' for standard input (JSON, JSON lines or CSV, recognised by its beginning), a file, or the folder of a
     log of knapformer.record.
 
     preset: turns sizes into tokens; None where samples must have lengths. columns: names of the columns to read, by
-    what they hold (columns.MEANINGS); none: those that are recognised. may_be_empty: of batches without samples.
+    what they hold (MEANINGS); none: those that are recognised.
 
     Raises ArgumentError where nothing usable is found, or columns or the preset are ambiguous; OSError where the file
     cannot be read.
     """
     samples, known = Samples(), dict[tuple[str, ...], Columns]()
+
+    def length_of(value: Any) -> int:
+        if not isinstance(value, dict):
+            return _tokens(value)
+        if (names := tuple(filter(None, value))) not in known:
+            known[names] = Columns(names, preset, columns or {})
+        return known[names].tokens(value)
+
     with ExitStack() as stack:
         for number, value in enumerate(_rows_of(path, columns or {}, stack), 1):
             samples.num_rows = number
             try:
-                if isinstance(value, dict):
-                    if (names := tuple(filter(None, value))) not in known:
-                        known[names] = Columns(names, preset, columns or {})
-                    samples.lengths.append(known[names].tokens(value))
-                elif isinstance(value, list):
-                    _take_step(value, samples)
+                if isinstance(value, list):
+                    samples.steps.append(_step(value, samples, length_of))
+                    samples.lengths += itertools.chain.from_iterable(samples.steps[-1])
                 else:
-                    samples.lengths.append(checked_tokens(integer(value, "length")))
+                    samples.lengths.append(length_of(value))
             except ArgumentError:
                 raise
             except ValueError as error:
                 samples.bad_rows += 1
                 samples.first_bad = samples.first_bad or f"row {number}: {error}"
-    if not samples.lengths and not (may_be_empty and samples.steps):
+    if not samples.lengths and not samples.steps:
         raise ArgumentError(f"{path}: got no sample, expected at least one. {samples.left_out()}")
-    if known:
+    if samples.steps:
+        samples.read_as = f"tokens of the samples of each batch, as {len(samples.steps[0])} ranks drew it"
+    elif known:
         samples.read_as = "; or ".join(dict.fromkeys(of.description() for of in known.values()))
     return samples
 
 
-def _all_of(path: str, may_be_empty: bool = False) -> Samples:
+def _step(step: list[Any], samples: Samples, length_of: Callable[[Any], int]) -> list[list[int]]:
+    """A batch as it was drawn: for each rank a list of lengths, or of objects."""
+    if not step or not all(isinstance(lens, list) for lens in step):
+        raise ValueError("got a list, expected a list of lengths for each rank")
+    if samples.steps and len(step) != len(samples.steps[0]):
+        raise ValueError(f"got {len(step)} ranks, expected {len(samples.steps[0])}, as the first step has")
+    checked: list[list[int]] = []
+    try:
+        for lens in step:
+            checked.append(list(map(length_of, lens)))
+    except ArgumentError:
+        raise
+    except ValueError as error:
+        raise ValueError(f"rank {len(checked)}: {error}") from None
+    return checked
+
+
+def _all_of(path: str) -> Samples:
     """For commands that say nothing of rows left out."""
-    samples = read_samples(path, None, may_be_empty=may_be_empty)
+    samples = read_samples(path, None)
     if samples.bad_rows:
         raise ArgumentError(f"--lengths: {path}: {samples.left_out()}")
     return samples
@@ -113,33 +219,12 @@ def lengths_of(path: str) -> Sequence[int]:
 
 def steps_of(path: str) -> list[list[list[int]]]:
     """The batches of a file that has them as they were drawn, [step][rank]. Raises ArgumentError, OSError."""
-    samples = _all_of(path, may_be_empty=True)
+    samples = _all_of(path)
     if not samples.steps or sum(len(lens) for step in samples.steps for lens in step) != len(samples.lengths):
         raise ArgumentError(
             f"--lengths: {path}: got lengths without ranks, expected a list for each rank, or a list of such steps"
         )
     return samples.steps
-
-
-def _take_step(step: list[Any], samples: Samples) -> None:
-    """A batch as it was drawn: a list of lengths, or of objects of a length and a mask, for each rank."""
-    if not step or not all(isinstance(lens, list) for lens in step):
-        raise ValueError("got a list, expected a list of lengths for each rank")
-    if samples.steps and len(step) != len(samples.steps[0]):
-        raise ValueError(f"got {len(step)} ranks, expected {len(samples.steps[0])}, as the first step has")
-    checked = [[_length_on(rank, length) for length in lens] for rank, lens in enumerate(step)]
-    samples.steps.append(checked)
-    samples.lengths += itertools.chain.from_iterable(checked)
-    samples.read_as = f"tokens of the samples of each batch, as {len(step)} ranks drew it"
-
-
-def _length_on(rank: int, length: Any) -> int:
-    try:
-        if isinstance(length, dict) and length.keys() == {"length", "mask"}:
-            return with_mask(checked_tokens(integer(length["length"], "length")), length["mask"])
-        return checked_tokens(integer(length, "length"))
-    except ValueError as error:
-        raise ValueError(f"rank {rank}: {error}") from None
 
 
 def _rows_of(path: str, columns: Mapping[str, str], stack: ExitStack) -> Iterator[Any]:
@@ -222,6 +307,101 @@ def _parquet_rows(path: str, columns: Mapping[str, str]) -> Iterator[Any]:
         raise ArgumentError(f"LENGTHS: {path}: {error}") from None
     names = file.schema_arrow.names
     # Only the columns that are asked for are read, not the captions and pictures of wide tables.
-    wanted = [name for name in names if name in columns.values()] if columns else known_columns(names)
+    asked = columns.values() or [name for name in names if name.strip().lower() in _MEANING_OF]
+    wanted = [name for name in names if name in asked]
     batches = file.iter_batches(_BATCH_ROWS, columns=wanted or names)  # all, which an error names
     return (row for batch in batches for row in batch.to_pylist())
+
+
+def _recognised(names: Sequence[str]) -> dict[str, str]:
+    """The columns with known names, by what they hold."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        if meaning := _MEANING_OF.get(name.strip().lower()):
+            found.setdefault(meaning, []).append(name)
+    for meaning, columns in found.items():
+        found[meaning] = [name for name in columns if name.strip().lower() in _TRAINED] or columns
+        if len(found[meaning]) > 1:
+            _refuse(columns, f"one for the {meaning}", found)
+    return {meaning: name for meaning, (name,) in found.items()}
+
+
+def _check_unambiguous(found: Mapping[str, str]) -> None:
+    columns = {meaning: [name] for meaning, name in found.items()}
+    if "length" in found and found.keys() - {"length", "mask", "text"}:  # of all tokens, or frames, or its caption's?
+        _refuse(found.values(), "the tokens of a sample, or its size", columns)
+    if found.keys() >= {"width", "height", "size"}:
+        _refuse([found[of] for of in ("width", "height", "size")], "one size in pixels", columns)
+    if "frames" not in found and ("fps" in found) != ("duration" in found):
+        _refuse(found.values(), "both fps and duration, or frames, or pictures", columns)
+
+
+def _refuse(got: Iterable[str], expected: str, found: Mapping[str, Sequence[str]]) -> NoReturn:
+    choices = ", ".join(f"{meaning}={name}" for meaning, columns in found.items() for name in columns)
+    raise ArgumentError(
+        f"columns: got {_quoted(got)}, expected {expected}. Write the columns to read, some of: --columns {choices}"
+    )
+
+
+def _quoted(names: Any) -> str:
+    return ", ".join(map(repr, list(names)[:50]))
+
+
+def _size_of(value: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Width and height in pixels, and frames."""
+    if "size" in value:
+        width, height = _size(value["size"])
+    else:
+        width, height = (_integer(value[of], of, least=1) for of in ("width", "height"))
+    if "fps" in value:
+        return width, height, max(1, round(_positive(value["fps"], "fps") * _positive(value["duration"], "duration")))
+    return width, height, _integer(value.get("frames", 1), "frames", least=1)
+
+
+def _size(value: Any) -> list[int]:
+    """Of '832x480', '(832, 480)' or [832, 480]; not of '832,480', which may be one number."""
+    parts = value
+    if isinstance(value, str):
+        inner = re.fullmatch(r"\s*[(\[](.*)[)\]]\s*", value)
+        parts = re.split("[xX\u00d7]", value) if inner is None else inner[1].split(",")
+    if not isinstance(parts, list | tuple) or len(parts) != 2:
+        raise ValueError(f"size: got {value!r}, expected WIDTHxHEIGHT or [width, height]")
+    return [_integer(part, "size", least=1) for part in parts]
+
+
+def _integer(value: Any, what: str, least: int | None = None) -> int:
+    """Takes integers written as floats too, as pandas writes a column of integers with a missing cell."""
+    number = value
+    if type(value) is not int:
+        with contextlib.suppress(TypeError, ValueError):
+            number = float(value)
+        if isinstance(value, bool) or not isinstance(number, float) or not number.is_integer():
+            raise ValueError(f"{what}: got {value!r}, expected an integer")
+    if least is not None and number < least:
+        raise ValueError(f"{what}: got {int(number)}, expected at least {least}")
+    return int(number)
+
+
+def _positive(value: Any, what: str) -> float:
+    with contextlib.suppress(TypeError, ValueError):
+        if math.isfinite(number := float(value)) and number > 0:
+            return number
+    raise ValueError(f"{what}: got {value!r}, expected a number above 0")
+
+
+def _with_mask(tokens: int, mask: Any) -> int:
+    """mask: empty or None for none."""
+    if mask in ("", None):
+        return tokens
+    if not isinstance(mask, str):
+        raise ValueError(f"mask: got {type(mask).__name__}, expected a text")
+    try:
+        return MaskedLength(tokens, mask.strip())
+    except ArgumentError as error:
+        raise ValueError(str(error)) from None
+
+
+def _tokens(length: Any) -> int:
+    if not 1 <= (tokens := _integer(length, "length")) <= MAX_SEQUENCE_TOKENS:
+        raise ValueError(f"got {tokens} tokens, expected 1 to {MAX_SEQUENCE_TOKENS}")
+    return tokens

@@ -23,12 +23,37 @@ from knapformer import (
     StepTime,
     TrainedModel,
     WorkloadModel,
+    attention_pairs,
     plan_home,
     predict_step,
 )
-from knapformer.tools.columns import MaskedLength, has_masks
 
 Lengths = list[list[int]]  # for each rank the lengths of its sequences, in tokens
+
+
+class MaskedLength(int):
+    """Tokens of a sample that has a mask of its own. It differs from equal lengths with other masks."""
+
+    mask: str
+
+    def __new__(cls, tokens: int, mask: str) -> MaskedLength:
+        """Raises ArgumentError for a text that is no mask of so many tokens."""
+        attention_pairs(mask, tokens)
+        length = super().__new__(cls, tokens)
+        length.mask = mask
+        return length
+
+    def __eq__(self, other: object) -> bool:
+        return int(self) == other and self.mask == getattr(other, "mask", None)
+
+    def __hash__(self) -> int:
+        return hash((int(self), self.mask))
+
+
+def has_masks(lengths: Iterable[Iterable[int]]) -> bool:
+    """Whether samples have masks of their own."""
+    return any(isinstance(length, MaskedLength) for lens in lengths for length in lens)
+
 
 # Peak of a rank's accelerator by cluster name: dense bf16 without sparsity, TFLOP/s, from data sheets.
 PEAK_TFLOPS = {"h100": 989.0, "h200": 989.0, "published": 989.0, "h100-pcie": 756.0, "b200": 2250.0, "a100": 312.0}

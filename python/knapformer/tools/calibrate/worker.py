@@ -21,10 +21,9 @@ from knapformer.models.step import PackedStep
 from knapformer.tools.calibrate.fit import MAX_EXCHANGE_ERROR, calibration_of, error_warnings, fit_exchange, fit_fixed
 from knapformer.tools.calibrate.group import ExchangeTimes, StepTimes, fits, node_groups, time_exchanges, time_steps
 from knapformer.tools.cost_args import trained_model
-from knapformer.tools.files import show, table_of, write_json
+from knapformer.tools.files import Progress, show, table_of, write_json
 from knapformer.tools.measure.blocks import BlockKind, BlockTimes, KindOfWork, build_kinds, time_works
 from knapformer.tools.measure.environment import default_dtype, device_name, environment
-from knapformer.tools.measure.progress import Progress
 from knapformer.tools.measure.timing import Work
 from knapformer.tools.ways import Planning
 

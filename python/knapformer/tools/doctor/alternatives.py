@@ -15,10 +15,10 @@ from typing import Any
 
 from knapformer import ArgumentError, TopologyOption, attention_pairs, rank_topologies
 from knapformer._core import plan_home_bags
-from knapformer.tools.columns import MaskedLength
 from knapformer.tools.ways import (
     Draw,
     Lengths,
+    MaskedLength,
     Step,
     Way,
     at_home,

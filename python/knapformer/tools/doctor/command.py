@@ -9,16 +9,14 @@ from typing import Any
 from knapformer import ArgumentError, Cluster
 from knapformer.tools import cli_args, cost_args
 from knapformer.tools.cli_args import add
-from knapformer.tools.columns import MEANINGS
 from knapformer.tools.doctor.alternatives import Result, alternatives, baselines, ranked, sharing, simulate
 from knapformer.tools.doctor.findings import Findings
 from knapformer.tools.doctor.memory import DEVICE_GIB, MemoryModel
 from knapformer.tools.doctor.source import Source
 from knapformer.tools.doctor.verdict import decide
-from knapformer.tools.files import write_json
-from knapformer.tools.measure.progress import Progress
+from knapformer.tools.files import Progress, write_json
 from knapformer.tools.presets import DEFAULT_PRESET, PRESETS, Preset, preset_named
-from knapformer.tools.sample_files import FORMATS
+from knapformer.tools.sample_files import FORMATS, MEANINGS
 from knapformer.tools.ways import Draw, Planning
 
 #: The exit status where findings are printed, but more than 5 % of the rows could not be read.

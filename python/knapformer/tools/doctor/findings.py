@@ -14,14 +14,13 @@ from typing import Any
 from knapformer import TopologyOption, attention_pairs
 from knapformer._core import DEFAULT_GAMMA
 from knapformer.tools import cost_args
-from knapformer.tools.columns import has_masks
 from knapformer.tools.doctor.alternatives import MAX_BATCHES, Result, gain
 from knapformer.tools.doctor.memory import MemoryModel
 from knapformer.tools.doctor.source import Source
 from knapformer.tools.doctor.verdict import Verdict
 from knapformer.tools.files import cells_of, show, table_of
 from knapformer.tools.presets import DEFAULT_PRESET, Preset
-from knapformer.tools.ways import Draw
+from knapformer.tools.ways import Draw, has_masks
 
 _HEADINGS = ("step s", "speed", "hours", "wait", "GB", "GiB")
 _TOPOLOGY = {

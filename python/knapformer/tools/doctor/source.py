@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import random
-import sys
 from collections.abc import Sequence
 
 from knapformer import ArgumentError, DataMix
 from knapformer.tools import cli_args
-from knapformer.tools.measure.progress import Progress
 from knapformer.tools.presets import Preset
 from knapformer.tools.sample_files import Samples, read_samples
 from knapformer.tools.ways import Lengths, batches_of_mix, batches_of_step, micro_batches_of_step
@@ -27,7 +25,15 @@ class Source:
         if args.data is not None:
             self._mix, self.num_ranks = cli_args.mix_and_ranks(args)
         else:
-            self._read(preset)
+            self.samples = read_samples(args.lengths, preset, args.columns)
+            drawn = len(self.samples.steps[0]) if self.samples.steps else None
+            if None not in (drawn, args.ranks) and drawn != args.ranks:
+                raise ArgumentError(f"--ranks: got {args.ranks}, expected {drawn}, as {args.lengths} has, or none")
+            self.num_ranks = drawn or args.ranks
+            if self.num_ranks is None:
+                raise ArgumentError("--ranks: got none, expected the number of data-parallel ranks")
+            if not self.samples.lengths:
+                raise ArgumentError(f"{args.lengths}: got no sample, expected at least one")
         if (self.samples.steps or self._mix) and args.batch_size is not None:
             source = args.lengths if args.data is None else "--data"
             raise ArgumentError(
@@ -37,18 +43,6 @@ class Source:
         self.pool: Sequence[int] = self.samples.lengths or [
             length for (batch,) in self.batches(1) for lens in batch for length in lens
         ]
-
-    def _read(self, preset: Preset) -> None:
-        args = self._args
-        with Progress(1, enabled=sys.stderr.isatty()) as progress:
-            progress.describe(f"reading {args.lengths}")
-            self.samples = read_samples(args.lengths, preset, args.columns)
-        steps = self.samples.steps
-        if steps and args.ranks not in (None, len(steps[0])):
-            raise ArgumentError(f"--ranks: got {args.ranks}, expected {len(steps[0])}, as {args.lengths} has, or none")
-        if not steps and args.ranks is None:
-            raise ArgumentError("--ranks: got none, expected the number of data-parallel ranks")
-        self.num_ranks = len(steps[0]) if steps else args.ranks
 
     @property
     def description(self) -> str:

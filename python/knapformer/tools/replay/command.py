@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from knapformer import ArgumentError, Plan, Topology
 from knapformer.tools import cli_args, cost_args
 from knapformer.tools.cli_args import DRAW, add
-from knapformer.tools.files import cells_of, show, table_of, write_json
+from knapformer.tools.files import Progress, cells_of, show, table_of, write_json
 from knapformer.tools.launch import use_device
 from knapformer.tools.ways import NO_BALANCER, Draw, Planning, Step, usual_ways
 
@@ -55,7 +55,6 @@ def run(args: argparse.Namespace) -> None:
     from knapformer.adapters.named import load_config
     from knapformer.models.parallel import DTYPES
     from knapformer.tools.measure.environment import default_dtype, device_name, environment
-    from knapformer.tools.measure.progress import Progress
     from knapformer.tools.replay.shares import Replayer, Variant, shares_of
 
     device = use_device(args.device)

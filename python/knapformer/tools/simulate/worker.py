@@ -24,9 +24,9 @@ from knapformer.adapters.model import PackedModel
 from knapformer.adapters.named import random_batch
 from knapformer.losses import count_over_ranks, global_mean, token_mean
 from knapformer.models.parallel import DTYPES
+from knapformer.tools.files import Progress
 from knapformer.tools.measure.blocks import sharded_model
 from knapformer.tools.measure.environment import default_dtype, environment
-from knapformer.tools.measure.progress import Progress
 from knapformer.tools.measure.timing import synchronize
 from knapformer.tools.simulate.results import Variant, report
 from knapformer.tools.simulate.steps import SeededSample, Simulation, VariantStep
