@@ -8,9 +8,8 @@ The mechanism (balance.py) knows no model by name; an adapter knows nothing of r
 from __future__ import annotations
 
 import itertools
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -156,23 +155,22 @@ class Adapter(ABC):
     optional: ClassVar[tuple[str, ...]] = ()
     # The layer that reads the samples' tokens: tensors without rows get the device and dtype of its weight.
     input_layer: ClassVar[str]
-    # The lists of blocks, by their names in the model; those that refine a text where the sample is, before it is a
-    # part of a balanced sequence; and the names of a block's modules that attend.
+    # The lists of blocks, by their names in the model; and those that refine a text where the sample is, before it is a
+    # part of a balanced sequence.
     blocks: ClassVar[tuple[str, ...]]
     refiners: ClassVar[tuple[str, ...]] = ()
-    attentions: ClassVar[tuple[str, ...]] = ("attn",)
     # For classes of LIBRARY, or of the adapter's own package, the packed forward that goes by theirs: of blocks, and of
     # other modules that are called with Packed. FSDP gathers a module when it is called, not when only its parts are.
     packed: ClassVar[dict[str, PackedForward]]
-    # Classes of attention processors, likewise, that compute the same as the packed blocks.
+    # Modules of the blocks and of the model whose parts are called in place of the module, such as those that attend;
+    # and, likewise, the classes of their attention processors that compute the same as the packed blocks.
+    in_parts: ClassVar[tuple[str, ...]] = ("attn",)
     processors: ClassVar[tuple[str, ...]] = ()
     # Fields of the model's config with which, where they are set, it computes what packed blocks do not.
     refused: ClassVar[tuple[str, ...]] = ()
-    # Modules of the blocks and of the model, beside those that attend, whose parts are called in place of the module.
-    in_parts: ClassVar[tuple[str, ...]] = ()
 
-    # For check(): fields of a small model, of odd sizes that could be mistaken for each other; and random arguments, in
-    # the form of `drawn`, where training has them and the models that are simulated do not.
+    # For check(): fields of a small model, of odd sizes that could be mistaken for each other; and random arguments,
+    # (config, size, Draw) -> the argument, where drawn.py does not draw them as training has them.
     small: ClassVar[dict[str, Any]] = {}
     conditions: ClassVar[dict[str, Callable[..., Any]]] = {}
     min_text_tokens: ClassVar[int] = 0
@@ -183,8 +181,6 @@ class Adapter(ABC):
     named_configs: ClassVar[dict[str, dict[str, Any]]] = {}
     block_counts: ClassVar[dict[str, str]] = {"block": "num_layers"}
     min_blocks: ClassVar[int] = 1
-    # Random arguments that config.py does not draw for all classes: (config, size, Draw) -> the argument.
-    drawn: ClassVar[dict[str, Callable[..., Any]]] = {}
     # Whether the text is cross-attended to and no part of the sequence; whether samples and predictions are images or
     # videos (1, channels, ...) in place of tokens.
     text_beside: ClassVar[bool] = False
@@ -243,46 +239,34 @@ class Adapter(ABC):
 
     def packed_modules(self, model: nn.Module) -> Iterator[tuple[str, nn.Module, PackedForward]]:
         """The modules that have a packed forward, by their names. Raises ArgumentError where a forward of a user's own
-        would be passed by: of one of them, or of a module that is called in parts."""
+        would be passed by."""
         found = set()
-        owners = {"": model}
         for name, module in model.named_modules():
-            known = next((base for base in type(module).__mro__ if self._is_one_of(tuple(self.packed), base)), None)
+            known = next((base for base in type(module).__mro__ if self._is_one_of(self.packed, base)), None)
             if known is None:
                 continue
             if (of := _of_forward(module)) is not known:
                 self._refuse(name, module, of)
             found.add(module)
-            owners[f"{name}."] = module
             yield name, module, self.packed[known.__name__]
         for name in self.lists():
             for i, block in enumerate(model.get_submodule(name).children()):
                 if found.isdisjoint(block.modules()):
                     self._refuse(f"{name}.{i}", block, _of_forward(block))
-        for name, part in itertools.product(owners, (*self.attentions, *self.in_parts)):
-            module = getattr(owners[name], part, None)
-            if module is not None and package_of(_of_forward(module)) not in (LIBRARY, *_WRAPPERS, *self._own):
-                raise ArgumentError(
-                    f"{name}{part}: got {type(module).__name__} with a forward of its own, which a packed call would "
-                    f"not compute, expected a class of {LIBRARY} (Adapter.in_parts)"
-                )
 
     def _refuse(self, name: str, module: nn.Module, of: type) -> None:
-        got, expected = name_of(of, tuple(self.packed)), " or ".join(self.packed) or "none"
+        got, expected = name_of(of, self.packed), " or ".join(self.packed) or "none"
         raise ArgumentError(
             f"{name}: got {type(module).__name__} with the forward of {got}, which a packed call would not compute, "
             f"expected that of {expected} (Adapter.packed)"
         )
 
-    @property
-    def _own(self) -> list[str]:
-        return [package_of(type(self))]
-
-    def _is_one_of(self, names: Sequence[str], of: type) -> bool:
-        return of.__name__ in names and package_of(of) in (LIBRARY, *self._own)
+    def _is_one_of(self, names: Collection[str], of: type) -> bool:
+        return of.__name__ in names and package_of(of) in (LIBRARY, package_of(type(self)))
 
     def check(self, model: Any) -> None:
-        """Raises StateError where the model computes what packed blocks do not."""
+        """Raises StateError where the model computes what packed blocks do not, ArgumentError where a module that is
+        called in parts has a forward of a user's own."""
         for name in self.refused:
             if value := getattr(model.config, name, None):
                 raise StateError(f"transformer: got a model with {name} {value!r}, expected one without")
@@ -290,23 +274,31 @@ class Adapter(ABC):
             raise StateError(
                 "cache: got one of diffusers, expected none in a packed call (transformer.disable_cache())"
             )
+        owners = {"transformer": model}
         for name in self.lists():
-            for i, block in enumerate(model.get_submodule(name)):
-                for attention in self.attentions:
-                    self._check_attention(f"{name}[{i}].{attention}", getattr(block, attention))
+            owners |= {f"{name}[{i}]": block for i, block in enumerate(model.get_submodule(name))}
+        for (name, owner), part in itertools.product(owners.items(), self.in_parts):
+            if (module := getattr(owner, part, None)) is not None:
+                self._check_part(f"{name}.{part}", module)
 
-    def _check_attention(self, name: str, attn: Any) -> None:
-        processor = getattr(attn, "processor", None)
-        if not self._is_one_of(self.processors, type(processor)):
-            got = name_of(type(processor), self.processors)
+    def _check_part(self, name: str, module: Any) -> None:
+        if package_of(_of_forward(module)) not in (LIBRARY, *_WRAPPERS, package_of(type(self))):
+            raise ArgumentError(
+                f"{name}: got {type(module).__name__} with a forward of its own, which a packed call would not "
+                f"compute, expected a class of {LIBRARY} (Adapter.in_parts)"
+            )
+        if not hasattr(module, "processor"):
+            return
+        if not self._is_one_of(self.processors, type(module.processor)):
+            got = name_of(type(module.processor), self.processors)
             expected = " or ".join(self.processors) or "one of Adapter.processors, which has none"
             raise StateError(f"{name}.processor: got {got}, expected {expected}")
-        if getattr(processor, "_parallel_config", None) is not None:
+        if getattr(module.processor, "_parallel_config", None) is not None:
             raise StateError(
                 f"{name}.processor: got a model with diffusers' context parallelism, expected one without: bags of the "
                 "balancer share sequences"
             )
-        if hasattr(attn, "unfuse_projections") and attn.fused_projections:  # elsewhere the processor says it
+        if hasattr(module, "unfuse_projections") and module.fused_projections:  # elsewhere the processor says it
             raise StateError(f"{name}: got fused projections, expected transformer.unfuse_qkv_projections()")
 
 
@@ -319,7 +311,7 @@ def package_of(of: type) -> str:
     return of.__module__.partition(".")[0]
 
 
-def name_of(of: type, expected: Sequence[str]) -> str:
+def name_of(of: type, expected: Collection[str]) -> str:
     """For messages: the class's name, with its module where its name alone is what is expected."""
     return f"{of.__name__} of {of.__module__}" if of.__name__ in expected else of.__name__
 
@@ -351,22 +343,6 @@ def rows_of_runs(table: Tensor, row_of_token: Tensor) -> tuple[Tensor, Segments]
     row_of_token counts all of these through."""
     of_runs, of_token = runs_of(row_of_token, table.device)
     return table.flatten(0, 1).index_select(0, of_runs), of_token
-
-
-def random_mask(size: Any) -> Tensor | None:
-    """(1, text tokens), at least one: the last third is padding; an empty text is nothing but padding."""
-    count = max(size.text_tokens, 1)
-    kept = size.text_tokens - count // 3
-    return None if kept == count else (torch.arange(count) < kept).float().unsqueeze(0)
-
-
-def grid_of(num_tokens: int, *, at_least: bool = False) -> tuple[int, int]:
-    """Rows and columns of a grid near a square, with about num_tokens tokens: a few more or less where no such grid has
-    as many; never less with at_least. For the number of tokens of a grid that it returned, it returns that grid."""
-    side = math.isqrt(num_tokens)
-    quotients = ((rows, num_tokens / rows) for rows in range(side, side // 2, -1))
-    grids = [(rows, math.ceil(q) if at_least else round(q)) for rows, q in quotients] or [(0, 0)]
-    return min(grids, key=lambda grid: abs(math.prod(grid) - num_tokens))
 
 
 def clip_half(x: Tensor) -> Tensor:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from knapformer.masked import no_attention
-from knapformer.models.packing import Lengths, lengths_list
+from knapformer.models.attention import pairing_of
+from knapformer.models.packing import Lengths
 from knapformer.models.step import Attend
 
 
@@ -45,20 +44,5 @@ class _Dispatched:
     ) -> Tensor:
         from diffusers.models.attention_dispatch import dispatch_attention_fn
 
-        queries = lengths_list(query_lens)
-        keys = queries if key_lens is None else lengths_list(key_lens)
-        runs = [(*lens, len(list(run))) for lens, run in itertools.groupby(zip(queries, keys, strict=True)) if lens[1]]
-        if q.numel() == 0:
-            return no_attention(q, k, v)
-        # Once for each head of the queries: few backends take grouped heads.
-        k, v = (t if t.shape[1] == q.shape[1] else t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-        parts = [q.split([num_queries * count for num_queries, _, count in runs])]
-        parts += [t.split([num_keys * count for _, num_keys, count in runs]) for t in (k, v)]
-        outs = []
-        for (num_queries, num_keys, count), *of_run in zip(runs, *parts, strict=True):
-            if num_queries == 0:
-                continue
-            lens = (num_queries, num_keys, num_keys)
-            batch = (part.unflatten(0, (count, length)) for part, length in zip(of_run, lens, strict=True))
-            outs.append(dispatch_attention_fn(*batch, backend=self._backend).flatten(0, 1))
-        return torch.cat(outs) if len(outs) > 1 else outs[0]
+        pairing = pairing_of(query_lens, query_lens if key_lens is None else key_lens)
+        return pairing.attend(q, k, v, kernel=partial(dispatch_attention_fn, backend=self._backend))

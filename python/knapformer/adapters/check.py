@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,11 +23,12 @@ from torch.multiprocessing.spawn import spawn
 from knapformer import ArgumentError, Cluster, StateError, TrainedModel
 from knapformer.adapters.adapter import Adapter
 from knapformer.adapters.balance import balance
-from knapformer.adapters.config import Fields, defaults_of
-from knapformer.adapters.model import Draw
+from knapformer.adapters.drawn import Draw, random_sample
+from knapformer.adapters.named import defaults_of
 from knapformer.adapters.registry import adapter_of, find_model, register
 from knapformer.adapters.samples import Sample
 from knapformer.balancer import SequenceBalancer
+from knapformer.models.parallel import init_weights, train_adapters
 
 OUTPUTS, GRADIENTS = 1e-5, 5e-5  # tolerances: of an output's largest value, and of a parameter's largest gradient
 # So slow that sharing of a few dozen tokens pays.
@@ -53,8 +55,8 @@ SIZES = [Size((1, 3, 5), 7), Size((2, 4, 3), 0), Size((1, 1, 1), 2), Size((1, 5,
 class SmallModel:
     """A small model of a class, in a random configuration; and samples for it.
 
-    fields: in place of those of `Adapter.small`. Weights let every part matter: those that start as 0 or 1 are drawn,
-    too. The same arguments give the same numbers, on every rank.
+    fields: in place of those of `Adapter.small`. No weight is 0: every part matters. The same arguments give the same
+    numbers, on every rank.
     """
 
     def __init__(self, model_class: Any, **fields: Any) -> None:
@@ -67,31 +69,18 @@ class SmallModel:
         self.fields = found.small | fields
 
     def make(self) -> Any:
-        return seeded(self.model_class(**self.fields))
+        model = self.model_class(**self.fields)
+        init_weights(model)
+        return model
 
     def sample(self, size: Size, seed: int) -> dict[str, Any]:
         size = Size(size.grid, max(size.text_tokens, self.adapter.min_text_tokens))
-        draw = _UniformDraw(torch.Generator().manual_seed(seed), torch.device("cpu"), torch.float32)
-        return Fields(self.adapter, defaults_of(self.model_class) | self.fields).random_sample(size, draw, True)
+        draw = Draw(torch.Generator().manual_seed(seed), torch.device("cpu"), torch.float32)
+        config = SimpleNamespace(adapter=self.adapter, **defaults_of(self.model_class) | self.fields)
+        return random_sample(config, size, draw, conditions=True)
 
     def samples(self) -> list[dict[str, Any]]:
         return [self.sample(size, seed) for seed, size in enumerate(SIZES)]
-
-
-class _UniformDraw(Draw):
-    def time(self) -> Tensor:
-        return torch.rand(1, generator=self.generator)
-
-
-def seeded(model: nn.Module, seed: int = 0) -> nn.Module:
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            scale = 0.5 if parameter.ndim == 1 else parameter[0].numel() ** -0.5
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
-            if "norm" in name and name.endswith("weight") and parameter.ndim == 1:
-                parameter.add_(1)
-    return model
 
 
 def sample_loss(prediction: Any, sample: Sample, own: Any = True) -> Tensor:
@@ -235,19 +224,11 @@ def _differences(
 def with_lora(model: Any, adapter: type[Adapter]) -> Any:
     """Adapters of PEFT on all linear layers of its blocks, drawn at random: PEFT starts B as zeros, which would hide
     A's gradients."""
-    from peft import LoraConfig, inject_adapter_in_model
-
-    model.requires_grad_(False)
-    for name in adapter.lists():
-        linear = {of for of, module in model.get_submodule(name).named_modules() if isinstance(module, nn.Linear)}
-        if linear:
-            inject_adapter_in_model(
-                LoraConfig(r=2, lora_alpha=2, target_modules=sorted(linear)), model.get_submodule(name)
-            )
+    train_adapters(model, (block for name in adapter.lists() for block in model.get_submodule(name)), rank=2)
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
         if "lora_" in name:
-            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
     return model
 
 

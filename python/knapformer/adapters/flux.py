@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from knapformer.adapters.adapter import Home, Moved, Packed, RunBlock, clip_half, random_mask
+from knapformer.adapters.adapter import Home, Moved, Packed, RunBlock, clip_half
+from knapformer.adapters.drawn import random_mask
 from knapformer.adapters.joint import (
     NORM_OUT,
     JointAdapter,
@@ -50,7 +51,7 @@ class Flux(JointAdapter):
         "FluxTransformerBlock": adaptive_double_block, "FluxSingleTransformerBlock": adaptive_single_block,
         **NORM_OUT,
     }  # fmt: skip
-    in_parts = ("norm1", "norm1_context", "norm")
+    in_parts = ("attn", "norm1", "norm1_context", "norm")
     processors = ("FluxAttnProcessor",)
     small = {
         "in_channels": 6, "num_layers": 2, "num_single_layers": 1, "attention_head_dim": 14, "num_attention_heads": 3,
@@ -129,7 +130,7 @@ class Chroma(JointAdapter):
         "ChromaTransformerBlock": double_block, "ChromaSingleTransformerBlock": single_block,
         "ChromaAdaLayerNormContinuousPruned": pruned_norm,
     }  # fmt: skip
-    in_parts = ("norm1", "norm1_context", "norm")
+    in_parts = ("attn", "norm1", "norm1_context", "norm")
     processors = ("FluxAttnProcessor",)
     small = {
         "in_channels": 6, "num_layers": 2, "num_single_layers": 1, "attention_head_dim": 14, "num_attention_heads": 3,

@@ -12,17 +12,8 @@ import torch
 from torch import Tensor
 
 from knapformer import ArgumentError
-from knapformer.adapters.adapter import (
-    Chunks,
-    Home,
-    Moved,
-    Packed,
-    RunBlock,
-    random_mask,
-    rotation_rows,
-    rows_of_runs,
-    unpatched,
-)
+from knapformer.adapters.adapter import Chunks, Home, Moved, Packed, RunBlock, rotation_rows, rows_of_runs, unpatched
+from knapformer.adapters.drawn import random_mask
 from knapformer.adapters.flux import adaptive_single_block
 from knapformer.adapters.joint import (
     NORM_OUT,
@@ -77,7 +68,7 @@ class Hunyuan(JointAdapter):
 
     input_layer = "x_embedder.proj"
     refiners = ("context_embedder.token_refiner.refiner_blocks",)
-    in_parts = ("norm1", "norm1_context", "norm", "norm_out")
+    in_parts = ("attn", "norm1", "norm1_context", "norm", "norm_out")
     min_text_tokens = 1
     conditions = {
         "hidden_states": lambda config, size, draw: draw.normal(

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from knapformer.adapters.adapter import Chunks, Home, Moved, Packed, RunBlock, random_mask, rotation_rows
+from knapformer.adapters.adapter import Chunks, Home, Moved, Packed, RunBlock, rotation_rows
+from knapformer.adapters.drawn import random_mask
 from knapformer.adapters.joint import JointAdapter, JointChunks, projected, stream_block
 from knapformer.adapters.samples import Samples
 from knapformer.models.packing import TwoStreams, modulate, text_flags

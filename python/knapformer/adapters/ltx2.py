@@ -14,11 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from knapformer import ArgumentError
-from knapformer.adapters.adapter import Home, Moved, OfSequences, Part, RunBlock, random_mask, runs_of
+from knapformer.adapters.adapter import Home, Moved, OfSequences, Part, RunBlock, runs_of
+from knapformer.adapters.drawn import random_mask
 from knapformer.adapters.joint import JointAdapter, JointChunks, PartChunks, counts_of, parts_attention, parts_of
 from knapformer.adapters.samples import Samples, context_of_rows, rows_of_context
 from knapformer.device_copies import to_device
-from knapformer.models.attention import PackedCrossAttention
+from knapformer.models.attention import Pairing, pairing_of
 from knapformer.models.packing import Segments, TwoStreams, gated_add, lengths_list, modulate
 
 _PREFIXES = ("audio_", "")  # of the names of what computes audio, and video: the kinds of tokens, in their order
@@ -34,7 +35,7 @@ class Stream:
         self.times = times  # those of both kinds of runs
         self.turns: Turns
         self.crossing_turns: Turns
-        self.to_text: PackedCrossAttention
+        self.to_text: Pairing
         self.of_text: Segments  # the chunk of each token of the text
         self.__dict__.update(parts)
 
@@ -105,7 +106,7 @@ def _read(block: Any, prefix: str, x: Tensor, text: Tensor, rows: Any, prompt: T
             prompt = text.new_zeros(len(stream.own.step.chunk_lens), table.numel())
         shift, scale = _rows(table, prompt)
         text = modulate(text, shift, scale, stream.of_text)
-    update = _out(attn2, normed, stream.to_text(_queries(attn2, normed), *_keys(attn2, text)).flatten(1))
+    update = _out(attn2, normed, stream.to_text.attend(_queries(attn2, normed), *_keys(attn2, text)).flatten(1))
     return gated_add(x, update, of_text[2], of_token) if of_text else x + update
 
 
@@ -156,7 +157,7 @@ class LTX2(JointAdapter):
     input_layer = "proj_in"
     blocks = ("transformer_blocks",)
     packed = {"LTX2VideoTransformerBlock": block}
-    attentions = ("attn1", "attn2", "audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn")
+    in_parts = ("attn1", "attn2", "audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn")
     processors = ("LTX2AudioVideoAttnProcessor", "LTX2PerturbedAttnProcessor")
     small = {
         "in_channels": 6, "out_channels": 5, "num_attention_heads": 3, "attention_head_dim": 12,
@@ -277,7 +278,7 @@ class LTX2(JointAdapter):
                     (of_own[0], of_crossing[0]),
                     turns=_turns(rope, coords[:, : 3 if kind else 1]),
                     crossing_turns=_turns(crossing, coords[:, :1]),
-                    to_text=PackedCrossAttention(chunk_lens, text_lens[kind]),
+                    to_text=pairing_of(chunk_lens, text_lens[kind]),
                     of_text=Segments.of_lengths(text_lens[kind], x.device),
                 )
             )

@@ -21,7 +21,7 @@ class Plain(Adapter):
     input_layer = "in_proj"
     blocks = ("blocks",)
     packed = {"TransformerBlock": TransformerBlock.forward}
-    attentions = ()
+    in_parts = ()
     block_counts = {"block": "num_blocks"}
     named_configs = {
         "transformer": {},
@@ -30,7 +30,6 @@ class Plain(Adapter):
             "num_blocks": 2, "d_model": 32, "num_heads": 4, "num_kv_heads": 2, "in_channels": 8, "out_channels": 6,
         },
     }  # fmt: skip
-    drawn = {"hidden_states": lambda config, size, draw: draw.normal(1, size.num_tokens, config.in_channels)}
 
     @staticmethod
     def check_config(config: Any) -> None:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from knapformer import ArgumentError
-from knapformer.adapters.adapter import Home, Moved, Packed, RunBlock, clip_half, random_mask, rows_of_runs
+from knapformer.adapters.adapter import Home, Moved, Packed, RunBlock, clip_half, rows_of_runs
+from knapformer.adapters.drawn import random_mask
 from knapformer.adapters.joint import NORM_OUT, JointAdapter, JointChunks, Stream, double_stream
 from knapformer.adapters.samples import Samples
 from knapformer.models.packing import segment_index

@@ -19,7 +19,7 @@ class StableDiffusion3(JointAdapter):
     blocks = ("transformer_blocks",)
     packed = {"JointTransformerBlock": adaptive_double_block, **NORM_OUT}
     refused = ("dual_attention_layers",)
-    in_parts = ("norm1", "norm1_context")
+    in_parts = ("attn", "norm1", "norm1_context")
     processors = ("JointAttnProcessor2_0",)
     of_grids = True
     small = {

@@ -27,14 +27,15 @@ from knapformer.adapters.adapter import (
     rotation_rows,
     runs_of,
 )
+from knapformer.adapters.drawn import random_image
 from knapformer.adapters.samples import Samples, check_shape, context_of_rows, one_after_another, rows_of_context
-from knapformer.models.attention import PackedCrossAttention
+from knapformer.models.attention import Pairing, pairing_of
 from knapformer.models.packing import gated_add, modulate
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class WanChunks(Chunks):
-    to_context: list[PackedCrossAttention]  # to the text; to the image, where it is apart
+    to_context: list[Pairing]  # to the text; to the image, where it is apart
 
 
 def _attention_inputs(attn: Any, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -47,10 +48,10 @@ def _attention_inputs(attn: Any, x: Tensor, context: Tensor) -> tuple[Tensor, Te
 def _cross_attention(attn: Any, x: Tensor, contexts: list[Tensor], chunks: WanChunks) -> Tensor:
     (to_text, *to_image), (text, *image) = chunks.to_context, contexts
     q, k, v = _attention_inputs(attn, x, text)
-    attended = to_text(q, k, v)
+    attended = to_text.attend(q, k, v)
     for to, context in zip(to_image, image, strict=True):
         heads = attn.norm_added_k(attn.add_k_proj(context)), attn.add_v_proj(context)
-        attended = attended + to(q, *(t.unflatten(-1, (attn.heads, -1)) for t in heads))
+        attended = attended + to.attend(q, *(t.unflatten(-1, (attn.heads, -1)) for t in heads))
     return attn.to_out[1](attn.to_out[0](attended.flatten(1)))
 
 
@@ -78,13 +79,8 @@ class Wan(Adapter):
     input_layer = "patch_embedding"
     blocks = ("blocks",)
     packed = {"WanTransformerBlock": block}
-    attentions = ("attn1", "attn2")
-    in_parts = ("condition_embedder",)
+    in_parts = ("attn1", "attn2", "condition_embedder")
     processors = ("WanAttnProcessor",)
-    drawn = {
-        "timestep": lambda config, size, draw: 1000 * draw.time().cpu(),
-        "encoder_hidden_states_image": lambda config, size, draw: _random_image(config, draw),
-    }
     small = {
         "patch_size": (1, 2, 2), "num_attention_heads": 3, "attention_head_dim": 14, "in_channels": 3,
         "out_channels": 2, "text_dim": 10, "freq_dim": 16, "ffn_dim": 50, "num_layers": 2, "rope_max_seq_len": 32,
@@ -112,7 +108,7 @@ class Wan(Adapter):
         "encoder_hidden_states": lambda config, size, draw: draw.normal(
             1, 512 if config.added_kv_proj_dim else size.text_tokens, config.text_dim
         ),
-        "encoder_hidden_states_image": lambda config, size, draw: _random_image(config, draw, 7),
+        "encoder_hidden_states_image": lambda config, size, draw: random_image(config, draw, 7),
     }
 
     def embed(self, model: Any, samples: Samples) -> Home:
@@ -145,7 +141,7 @@ class Wan(Adapter):
     def compute(self, model: Any, moved: Moved, run: RunBlock) -> Tensor:
         (step, x, (turns, times), of_chunk), embedder = moved, model.condition_embedder
         of_runs, of_token = runs_of(times, x.device)
-        crosses = [PackedCrossAttention(step.chunk_lens, lens) for lens in of_chunk[1::2]]
+        crosses = [pairing_of(step.chunk_lens, lens) for lens in of_chunk[1::2]]
         chunks = WanChunks(step=step, of_token=of_token, rotation=rotation_of(turns, x.dtype), to_context=crosses)
         contexts = [context_of_rows(*pair, x.shape[1]) for pair in zip(of_chunk[::2], of_chunk[1::2], strict=True)]
         cond = _time_embedding(embedder, of_runs, x.dtype)
@@ -198,13 +194,6 @@ class SkyReelsV2(Wan):
 
 
 _CLIP_TOKENS = 257  # of a picture
-
-
-def _random_image(config: Any, draw: Any, tokens: int = _CLIP_TOKENS) -> Any:
-    if config.image_dim is None:
-        return None
-    room = config.pos_embed_seq_len
-    return draw.normal(*((1, tokens) if room is None else (2, room // 2)), config.image_dim)
 
 
 def _random_times(size: Any, draw: Any) -> Tensor:

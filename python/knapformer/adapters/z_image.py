@@ -43,7 +43,7 @@ class ZImage(JointAdapter):
     blocks = ("noise_refiner", "layers")
     refiners = ("context_refiner",)
     packed = {"ZImageTransformerBlock": block, "FinalLayer": final_layer}
-    attentions = ("attention",)
+    in_parts = ("attention",)
     processors = ("ZSingleStreamAttnProcessor",)
     refused = ("siglip_feat_dim",)
     small = {

@@ -4,6 +4,10 @@ On an accelerator torch's own variable-length attention takes all sequences in o
 and the dtype; elsewhere scaled_dot_product_attention runs over sequences, neighbours of one length together. The choice
 is made by trying the kernel: a device that it does not support, or a dtype that it refuses, takes the second way. No
 package beside torch is needed.
+
+Keys may come in stages: each is attended to while the next one travels, and results are merged by their log-sum-exps
+(Milakov and Gimelshein, 2018). In the backward pass each stage computes the gradients of its own keys from the merged
+output, as if that had been computed at once.
 """
 
 from __future__ import annotations
@@ -12,7 +16,9 @@ import functools
 import inspect
 import itertools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +31,6 @@ from knapformer._torch import MaskTables
 from knapformer.device_copies import to_device
 from knapformer.masked import MaskedAttention, as_autocast, attend, layout_on, no_attention
 from knapformer.models.packing import Lengths, lengths_list
-from knapformer.models.stages import Stages
 
 
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, seq_lens: Lengths, mask: str = "full") -> Tensor:
@@ -36,11 +41,11 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, seq_lens: Lengths, mask: s
 
     Returns (tokens, heads, head_dim). Scaled by head_dim ** -0.5.
     """
-    lens = tuple(lengths_list(seq_lens))
     if mask not in ("full", "causal"):
-        out: Tensor = _masked(lens, mask)(q, k, v)
-        return out
-    return _pairing(lens, lens).attend(q, k, v, mask == "causal")
+        out: Tensor = _masked(tuple(lengths_list(seq_lens)), mask)(q, k, v)
+    else:
+        out = pairing_of(seq_lens, seq_lens).attend(q, k, v, mask == "causal")
+    return out
 
 
 class PackedAttention:
@@ -69,12 +74,13 @@ class PackedAttention:
             return attend(q, k, v, layout_on(query_lens, q.device))
         if key_lens is None:
             return varlen_attention(q, k, v, query_lens, self.mask or "planned")
-        pairing = _pairing(tuple(lengths_list(query_lens)), tuple(lengths_list(key_lens)))
+        pairing = pairing_of(query_lens, key_lens)
         causal = self.mask == "causal"
         starts = None if query_starts is None else lengths_list(query_starts)
         if causal and starts != pairing.causal_starts:
             raise ValueError(f"query_starts: got {starts}, expected {pairing.causal_starts}, to the end of the keys")
-        return pairing.attend(q, k, v, causal)
+        out: Tensor = pairing.attend(q, k, v, causal)
+        return out
 
     def merges(self, q: Tensor) -> bool:
         """Whether a kernel for such queries gives the log-sum-exps by which in_stages merges."""
@@ -88,11 +94,13 @@ class PackedAttention:
     ) -> Tensor:
         """Full attention to keys that come in stages: next_stage() gives k, v and the number of keys of each sequence,
         and None after the last stage."""
-        lens, (q,) = tuple(lengths_list(query_lens)), as_autocast(q)
-        stages = Stages(q)
+        (q,) = as_autocast(q)
+        merged, o, log_sum_exp = _Merged(), None, None
         for k, v, key_lens in iter(next_stage, None):
-            stages.add(_pairing(lens, tuple(lengths_list(key_lens))), *as_autocast(k, v))
-        return stages.result()
+            pairing = pairing_of(query_lens, key_lens)
+            o, log_sum_exp = _Stage.apply(merged, pairing, q, *as_autocast(k, v), o, log_sum_exp)  # type: ignore[no-untyped-call]
+        out: Tensor = _End.apply(merged, o, log_sum_exp, q.dtype)  # type: ignore[no-untyped-call]
+        return out
 
 
 @functools.cache
@@ -101,72 +109,72 @@ def kernel_for(mask: str | None) -> PackedAttention:
     return PackedAttention(mask if mask in ("full", "causal") else None)
 
 
-class PackedCrossAttention:
-    """From packed queries to packed keys of the same sequences, with all heads, e.g. from video tokens to their text.
+def pairing_of(query_lens: Lengths, key_lens: Lengths) -> Pairing:
+    """Both list all sequences, zeros allowed."""
+    return _pairing(tuple(lengths_list(query_lens)), tuple(lengths_list(key_lens)))
 
-    A token's query needs only the keys of its own sequence, so nothing is exchanged here: with a balancer the text is
-    taken to where the chunks are. Made once a step for its many layers.
 
-    query_lens, key_lens: tokens of each sequence in the two streams; both list all sequences, zeros allowed.
-    The output of a sequence without keys is zero.
-    """
+# Of a step as many as its bag has degrees; those of micro-batches in flight are kept, too.
+@functools.lru_cache(maxsize=64)
+def _pairing(query_lens: tuple[int, ...], key_lens: tuple[int, ...]) -> Pairing:
+    return Pairing(query_lens, key_lens)
 
-    def __init__(self, query_lens: Lengths, key_lens: Lengths) -> None:
-        self.lens = lengths_list(query_lens), lengths_list(key_lens)
-        if len(self.lens[0]) != len(self.lens[1]):
-            raise ValueError(f"key_lens: got {len(self.lens[1])} lengths, expected {len(self.lens[0])}")
+
+class Pairing:
+    """Which packed queries attend to which packed keys: those of the same sequence, e.g. all of them, a part of the
+    queries, or from video tokens to their text. The output of a sequence without keys is zero."""
+
+    def __init__(self, query_lens: Sequence[int], key_lens: Sequence[int]) -> None:
+        self.lens = query_lens, key_lens
+        if len(query_lens) != len(key_lens):
+            raise ValueError(f"key_lens: got {len(key_lens)} lengths, expected {len(query_lens)}")
         self._num_rows = tuple(map(sum, self.lens))
         # (sequences, query length, key length): neighbours of equal lengths are computed together.
         pairs = itertools.groupby(zip(*self.lens, strict=True))
         self.runs = [(len(list(run)), *pair) for pair, run in pairs if pair != (0, 0)]
         self._offsets: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a kernel that takes lengths
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q (query tokens, heads, head_dim); k, v (key tokens, heads, head_dim). Returns the shape of q."""
-        return self.attend(q, k, v, causal=False)
-
     @property
     def causal_starts(self) -> list[int]:
         """Where the first query of each sequence lies among its keys."""
         return [num_keys - num_queries for num_queries, num_keys in zip(*self.lens, strict=True)]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-        """Causal: the last query of a sequence to all of its keys, the one before it to all but one, and so on."""
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a kernel that takes lengths
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool = False, kernel: Callable[..., Tensor] | None = None
+    ) -> Tensor:
+        """q (query tokens, heads, head_dim); k, v (key tokens, kv heads, head_dim). Returns the shape of q.
+
+        Causal: the last query of a sequence to all of its keys, the one before it to all but one, and so on. kernel:
+        one that computes q, k, v of (sequences, length, heads, head_dim), where torch's is not to be taken.
+        """
         if (q.shape[0], k.shape[0]) != self._num_rows:
             got, (num_queries, num_keys) = f"{q.shape[0]} queries and {k.shape[0]} keys", self._num_rows
             raise ValueError(f"q, k: got {got}, expected {num_queries} and {num_keys}, as the lengths say")
         q, k, v = as_autocast(q, k, v)
+        grouped = k.shape[1] != q.shape[1]
         if q.shape[1] == 0 or all(query_len * key_len == 0 for _, query_len, key_len in self.runs):
             return no_attention(q, k, v)
-        if _may_have_kernel(q.device) and _kernel_runs(
-            q.device, q.dtype, q.shape[2], grouped=k.shape[1] != q.shape[1], causal=causal
-        ):
+        if kernel is not None:  # few take grouped heads
+            return self._by_runs(q, *_for_each_head(q, k, v), kernel)
+        if _may_have_kernel(q.device) and _kernel_runs(q.device, q.dtype, q.shape[2], grouped=grouped, causal=causal):
             return self.one_kernel(q, k, v, causal)
-        return self._by_sequence(q, k, v, causal)
-
-    def _by_sequence(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-        # split, not slices: the gradient of split is one concatenation, that of each slice a tensor of full size.
-        query_parts = q.split([count * length for count, length, _ in self.runs])
-        key_sizes = [count * length for count, _, length in self.runs]
-        grouped = k.shape[1] != q.shape[1]
-        if grouped and q.device.type != "cpu":
+        if q.device.type != "cpu":
             # Where no kernel takes grouped heads, as for float32 on CUDA, torch falls back to matrices of all scores.
             k, v = _for_each_head(q, k, v)
-            grouped = False
+        return self._by_runs(q, k, v, partial(_scaled_dot_product, causal=causal))
+
+    def _by_runs(self, q: Tensor, k: Tensor, v: Tensor, kernel: Callable[..., Tensor]) -> Tensor:
+        # split, not slices: the gradient of split is one concatenation, that of each slice a tensor of full size.
+        sizes = [[run[0] * run[of] for run in self.runs] for of in (1, 2, 2)]
+        parts = (t.split(of) for t, of in zip((q, k, v), sizes, strict=True))
         outs = []
-        parts = zip(self.runs, query_parts, k.split(key_sizes), v.split(key_sizes), strict=True)
-        for (count, query_len, key_len), q_run, k_run, v_run in parts:
+        for (count, query_len, key_len), *of_run in zip(self.runs, *parts, strict=True):
             if query_len * key_len == 0:
-                outs.append(q_run * 0)
+                outs.append(of_run[0] * 0)
                 continue
-            q_run = q_run.unflatten(0, (count, query_len)).transpose(1, 2)
-            k_run, v_run = (part.unflatten(0, (count, key_len)).transpose(1, 2) for part in (k_run, v_run))
-            if causal and query_len < key_len:
-                out = _causal_to_the_end(q_run, k_run, v_run, grouped)
-            else:
-                out = F.scaled_dot_product_attention(q_run, k_run, v_run, is_causal=causal, enable_gqa=grouped)
-            outs.append(out.transpose(1, 2).flatten(0, 1))
+            batch = (t.unflatten(0, (count, n)) for t, n in zip(of_run, (query_len, key_len, key_len), strict=True))
+            outs.append(kernel(*batch).flatten(0, 1))
         return torch.cat(outs) if len(outs) > 1 else outs[0]
 
     def one_kernel(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
@@ -191,33 +199,32 @@ class PackedCrossAttention:
         return self._offsets[device]
 
 
-def _causal_to_the_end(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> Tensor:
-    """Causal attention of the last queries of sequences, (sequences, heads, queries, head_dim), to all of their keys:
-    in blocks of queries, so that there is no matrix of all of them."""
-    block, num_keys, outs = 512, k.shape[2] - q.shape[2], []
-    for part in q.split(block, 2):
+def _scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """torch's attention of (sequences, length, heads, head_dim)."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    grouped, num_keys = k.shape[1] != q.shape[1], k.shape[2] - q.shape[2]
+    if not causal or num_keys == 0:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
+        return out.transpose(1, 2)
+    outs = []  # the last queries, to all keys: in blocks of queries, so that there is no matrix of all of them
+    for part in q.split(512, 2):
         seen = torch.ones(part.shape[2], num_keys + part.shape[2], dtype=torch.bool, device=q.device).tril(num_keys)
         num_keys += part.shape[2]
         keys, values = k[:, :, :num_keys], v[:, :, :num_keys]
         outs.append(F.scaled_dot_product_attention(part, keys, values, attn_mask=seen, enable_gqa=grouped))
-    return torch.cat(outs, 2)
+    return torch.cat(outs, 2).transpose(1, 2)
 
 
 def _for_each_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Grouped heads of keys and values, once for each head of the queries."""
-    repeats = q.shape[1] // k.shape[1]
+    if (repeats := q.shape[1] // k.shape[1]) == 1:
+        return k, v
     return k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
 
 
 @functools.lru_cache(maxsize=64)
 def _masked(seq_lens: tuple[int, ...], mask: str) -> MaskedAttention:
     return MaskedAttention(seq_lens, [mask] * len(seq_lens))
-
-
-# Of a step as many as its bag has degrees; those of micro-batches in flight are kept, too.
-@functools.lru_cache(maxsize=64)
-def _pairing(query_lens: tuple[int, ...], key_lens: tuple[int, ...]) -> PackedCrossAttention:
-    return PackedCrossAttention(query_lens, key_lens)
 
 
 def _may_have_kernel(device: torch.device) -> bool:
@@ -246,7 +253,7 @@ def _kernel_runs(device: torch.device, dtype: torch.dtype, head_dim: int, *, gro
                 torch.ones(3, num_heads, head_dim, device=device, dtype=dtype, requires_grad=True)
                 for num_heads in ((2, 1, 1) if grouped else (1, 1, 1))
             )
-            PackedCrossAttention([1, 2], [1, 2]).one_kernel(q, k, v, causal).sum().backward()
+            Pairing([1, 2], [1, 2]).one_kernel(q, k, v, causal).sum().backward()
     except torch.OutOfMemoryError:
         raise  # which says nothing of the kernel, and is not remembered
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
@@ -255,3 +262,119 @@ def _kernel_runs(device: torch.device, dtype: torch.dtype, head_dim: int, *, gro
         warnings.warn(f"knapformer: {what}: {reason}; sequences are attended to one by one", stacklevel=2)
         return False
     return True
+
+
+class _Merged:
+    """The whole output and its log-sum-exp, while a backward pass goes through the stages."""
+
+    o: Tensor
+    log_sum_exp: Tensor
+
+
+class _Stage(torch.autograd.Function):
+    """One stage, merged with those before. In the backward pass the gradient of the whole output comes to it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        merged: _Merged,
+        pairing: Pairing,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor | None,
+        lse: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.merged, ctx.pairing, ctx.is_first = merged, pairing, o is None
+        own, own_lse, *of_kernel = (_on_cuda if q.is_cuda else _on_cpu)(pairing, q, k, v)
+        ctx.save_for_backward(q, k, v, *of_kernel)
+        own = own.to(own_lse.dtype)
+        if o is not None and lse is not None:
+            both = torch.logaddexp(lse, own_lse)
+            # Of a query that has seen no key yet, both are -inf.
+            parts = [torch.exp(of - both).nan_to_num().unsqueeze(-1) for of in (lse, own_lse)]
+            own, own_lse = o * parts[0] + own * parts[1], both
+        ctx.mark_non_differentiable(own_lse)
+        return own, own_lse
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
+        q, k, v, *of_kernel = ctx.saved_tensors
+        gradients_of = _gradients_on_cuda if q.is_cuda else _gradients_on_cpu
+        gradients = gradients_of(
+            ctx.pairing, grad.to(q.dtype), q, k, v, ctx.merged.o, ctx.merged.log_sum_exp, *of_kernel
+        )
+        return None, None, *gradients, None if ctx.is_first else grad, None
+
+
+class _End(torch.autograd.Function):
+    """Keeps the whole output, for the backward pass of all stages."""
+
+    @staticmethod
+    def forward(ctx: Any, merged: _Merged, o: Tensor, log_sum_exp: Tensor, dtype: torch.dtype) -> Tensor:
+        out = o.to(dtype, copy=True)
+        ctx.merged = merged
+        ctx.save_for_backward(out, log_sum_exp)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        ctx.merged.o, ctx.merged.log_sum_exp = ctx.saved_tensors
+        return None, grad, None, None
+
+
+def _on_cuda(pairing: Pairing, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """The output, the log-sum-exp of each query and head, and what the kernel's backward wants."""
+    lens = (*pairing.offsets_on(q.device), max(pairing.lens[0]), max(pairing.lens[1]))
+    o, log_sum_exp, seed, unused, _ = torch.ops.aten._flash_attention_forward(q, k, v, *lens, 0.0, False, False)
+    return o, log_sum_exp.transpose(0, 1), seed, unused
+
+
+def _gradients_on_cuda(
+    pairing: Pairing, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, log_sum_exp: Tensor, *of_kernel: Tensor
+) -> tuple[Tensor, ...]:
+    lens = (*pairing.offsets_on(q.device), max(pairing.lens[0]), max(pairing.lens[1]))
+    of_heads = log_sum_exp.transpose(0, 1).contiguous()
+    kernel = torch.ops.aten._flash_attention_backward
+    gradients: tuple[Tensor, ...] = kernel(grad, q, k, v, o, of_heads, *lens, 0.0, False, *of_kernel)
+    return gradients
+
+
+def _on_cpu(pairing: Pairing, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    kernel: Callable[..., tuple[Tensor, Tensor]] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    wide, outs = torch.promote_types(q.dtype, torch.float32), []
+    for own in _heads_of_sequences(pairing, q.shape[1], (q, 0), (k, 1), (v, 1)):
+        none = own[0].new_full(own[0].shape[:3], -torch.inf, dtype=wide)
+        outs.append(kernel(*own) if _attends(own) else (torch.zeros_like(own[0]), none))
+    o, log_sum_exp = (_packed(list(of)) for of in zip(*outs, strict=True))
+    return o, log_sum_exp
+
+
+def _gradients_on_cpu(
+    pairing: Pairing, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, log_sum_exp: Tensor
+) -> tuple[Tensor, ...]:
+    kernel: Callable[..., tuple[Tensor, ...]] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    tensors, outs = ((grad, 0), (q, 0), (k, 1), (v, 1), (o, 0), (log_sum_exp, 0)), []
+    for own in _heads_of_sequences(pairing, q.shape[1], *tensors):
+        outs.append(kernel(*own, 0.0, False) if _attends(own[1:]) else [torch.zeros_like(of) for of in own[1:4]])
+    of_heads = (_packed(list(of)) for of in zip(*outs, strict=True))
+    # Grouped heads of keys and values were repeated.
+    return tuple(of.unflatten(1, (like.shape[1], -1)).sum(2) for of, like in zip(of_heads, (q, k, v), strict=True))
+
+
+def _heads_of_sequences(pairing: Pairing, num_heads: int, *tensors: tuple[Tensor, int]) -> Iterator[tuple[Tensor, ...]]:
+    """Of each sequence, (1, num_heads, rows, ...) of the tensors, which have rows of queries (0) or of keys (1)."""
+    parts = []
+    for tensor, of in tensors:
+        by_head = tensor.repeat_interleave(num_heads // tensor.shape[1], 1).transpose(0, 1).unsqueeze(0)
+        parts.append(by_head.split(pairing.lens[of], 2))
+    return zip(*parts, strict=True)
+
+
+def _attends(own: Sequence[Tensor]) -> bool:
+    """Whether a sequence, of which these are q, k and v, has queries and keys."""
+    return own[0].shape[2] * own[1].shape[2] > 0
+
+
+def _packed(parts: list[Tensor]) -> Tensor:
+    return torch.cat(parts, 2).squeeze(0).transpose(0, 1)

@@ -36,9 +36,9 @@ def set_checkpointing(model: nn.Module, enabled: bool = True, *, keep_exchanges:
             of.enable_gradient_checkpointing(run) if enabled else of.disable_gradient_checkpointing()
 
 
-def train_adapters(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
-    """Freezes the model, and gives every linear layer of its blocks a low-rank adapter of PEFT, of rank 16, as LoRA
-    trains them. In place.
+def train_adapters(model: nn.Module, blocks: Iterable[nn.Module], rank: int = 16) -> None:
+    """Freezes the model, and gives every linear layer of its blocks a low-rank adapter of PEFT, as LoRA trains them. In
+    place.
 
     Works on the device "meta", too. Raises ArgumentError where PEFT is missing.
     """
@@ -50,7 +50,7 @@ def train_adapters(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
     for block in blocks:
         linear = [name for name, module in block.named_modules() if isinstance(module, nn.Linear)]
         weight = next(block.parameters())
-        inject_adapter_in_model(LoraConfig(r=16, target_modules=linear), block, low_cpu_mem_usage=weight.is_meta)
+        inject_adapter_in_model(LoraConfig(r=rank, target_modules=linear), block, low_cpu_mem_usage=weight.is_meta)
         block.to(weight.dtype)  # on "meta" PEFT leaves adapters in float32
 
 

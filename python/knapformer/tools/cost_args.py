@@ -18,7 +18,7 @@ from knapformer.tools.ways import Lengths, Planning
 if TYPE_CHECKING:
     import torch
 
-    from knapformer.adapters.config import ModelConfig
+    from knapformer.adapters.named import ModelConfig
 
 
 def warn_if_far(args: argparse.Namespace, of: Planning, batches: Iterable[Lengths], device: str | None = None) -> None:

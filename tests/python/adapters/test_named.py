@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from knapformer.adapters import registry
-from knapformer.adapters.adapter import grid_of
+from knapformer.adapters.drawn import grid_of
 from knapformer.adapters.named import (
     build_model,
     config_from_dict,
@@ -221,9 +221,9 @@ def test_unknown_names_and_missing_files() -> None:
 
 
 def test_without_diffusers_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    from knapformer.adapters import config
+    from knapformer.adapters import named
 
-    config._defaults_of.cache_clear()
+    named.defaults_of.cache_clear()
     monkeypatch.setitem(sys.modules, "diffusers", None)
     with pytest.raises(ArgumentError, match=r"model: wan-14b: .* not installed: pip install 'knapformer\[models\]'"):
         load_config("wan-14b")
@@ -231,12 +231,12 @@ def test_without_diffusers_one_line_says_what_to_install(monkeypatch: pytest.Mon
 
 
 def test_a_diffusers_without_the_class_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from knapformer.adapters import config
+    from knapformer.adapters import named
 
     older = types.ModuleType("diffusers")
     older.__version__ = "0.1"  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "diffusers", older)
-    config._defaults_of.cache_clear()
+    named.defaults_of.cache_clear()
     with pytest.raises(ArgumentError, match=r"diffusers: got version 0\.1, which has no FluxTransformer2DModel"):
         config_from_dict({"_class_name": "FluxTransformer2DModel"})
 

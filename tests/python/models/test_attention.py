@@ -14,7 +14,7 @@ from distributed.ranks import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 from knapformer.models import attention
-from knapformer.models.attention import PackedAttention, PackedCrossAttention, varlen_attention
+from knapformer.models.attention import PackedAttention, pairing_of, varlen_attention
 from knapformer.models.layers import Rotation, rotate, rotations
 from knapformer.models.packing import Segments, TwoStreams, gated_add, modulate, positions, segment_index, text_flags
 from knapformer.models.step import PackedStep
@@ -135,7 +135,7 @@ def test_attention_is_in_the_dtype_of_autocast(lens: list[int], dtype: torch.dty
 
     with torch.autocast("cpu", torch.bfloat16):
         whole = varlen_attention(q, k, v, lens)
-        assert whole.dtype == PackedCrossAttention(lens, lens)(q, k, v).dtype == expected
+        assert whole.dtype == pairing_of(lens, lens).attend(q, k, v).dtype == expected
         PackedStep(lens, 8).attention(q, k, v, record)  # before the exchange, which then moves no wider numbers
     assert seen == [expected] * 3
     torch.testing.assert_close(whole, varlen_attention(*(t.to(expected) for t in (q, k, v)), lens))
@@ -215,7 +215,7 @@ def test_the_kernel_is_tried_outside_of_what_a_checkpoint_saves(kernel: VarlenKe
     lens, options = [3, 4], {}
     if how == "selective":
         options = {"context_fn": _keep_products}
-    attend = PackedCrossAttention(lens, lens) if cross else (lambda q, k, v: varlen_attention(q, k, v, lens))
+    attend = pairing_of(lens, lens).attend if cross else (lambda q, k, v: varlen_attention(q, k, v, lens))
 
     def block(x: Tensor) -> Tensor:
         q = x.unflatten(1, (2, 4))

@@ -6,8 +6,7 @@ import math
 
 import pytest
 import torch
-from knapformer.adapters.config import ModelConfig
-from knapformer.adapters.named import build_model, load_config
+from knapformer.adapters.named import ModelConfig, build_model, load_config
 from knapformer.models import init_weights, set_checkpointing
 from torch import Tensor
 

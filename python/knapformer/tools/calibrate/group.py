@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from knapformer import Sample, SequenceBalancer
-from knapformer.adapters.config import ModelConfig
-from knapformer.adapters.named import build_model, random_batch
+from knapformer.adapters.named import ModelConfig, build_model, random_batch
 from knapformer.tools.measure.blocks import packed_lengths, sharded_model
 from knapformer.tools.measure.timing import Work, measured_rounds
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from rich.console import Group
 
 from knapformer import Cluster, StateError, TrainedModel, predict_step
-from knapformer.adapters.config import ModelConfig
+from knapformer.adapters.named import ModelConfig
 from knapformer.calibration import Calibration, ExchangeCost
 from knapformer.models.parallel import DTYPES
 from knapformer.models.step import PackedStep

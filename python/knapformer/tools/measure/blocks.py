@@ -20,9 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from knapformer import ArgumentError
-from knapformer.adapters.config import ModelConfig
-from knapformer.adapters.model import Draw, PackedModel
-from knapformer.adapters.named import build_model, materialize
+from knapformer.adapters.drawn import Draw
+from knapformer.adapters.named import ModelConfig, PackedModel, build_model, materialize
 from knapformer.models.parallel import init_weights, set_checkpointing, shard_model, train_adapters
 from knapformer.models.step import PackedStep
 from knapformer.tools.measure.timing import Work, measured_rounds, relative_spread

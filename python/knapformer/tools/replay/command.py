@@ -19,7 +19,7 @@ from knapformer.tools.launch import use_device
 from knapformer.tools.ways import NO_BALANCER, Draw, Planning, Step, usual_ways
 
 if TYPE_CHECKING:
-    from knapformer.adapters.config import ModelConfig
+    from knapformer.adapters.named import ModelConfig
     from knapformer.tools.replay.shares import RankShare
 
 _DEFAULT_MODELS = {"cuda": "flux", "cpu": "flux-narrow"}

@@ -20,7 +20,7 @@ from torch import Tensor
 from knapformer import Cluster, Plan, StepTime, TrainedModel, predict_step
 from knapformer._core import head_shares
 from knapformer._torch import MaskTables
-from knapformer.adapters.config import ModelConfig
+from knapformer.adapters.named import ModelConfig
 from knapformer.models.attention import kernel_for
 from knapformer.models.step import Attend, PackedStep
 from knapformer.tools.measure.blocks import build_kinds, passes

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from knapformer import ArgumentError, DataMix, Plan, Sample
-from knapformer.adapters.config import ModelConfig
+from knapformer.adapters.named import ModelConfig
 from knapformer.tools.doctor.alternatives import Alternative, baselines
 from knapformer.tools.ways import (
     NO_BALANCER,

@@ -19,9 +19,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from knapformer import Plan, SequenceBalancer
-from knapformer.adapters.config import ModelConfig
-from knapformer.adapters.model import PackedModel
-from knapformer.adapters.named import random_batch
+from knapformer.adapters.named import ModelConfig, PackedModel, random_batch
 from knapformer.losses import count_over_ranks, global_mean, token_mean
 from knapformer.models.parallel import DTYPES
 from knapformer.tools.files import Progress
