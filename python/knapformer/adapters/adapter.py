@@ -11,6 +11,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -18,12 +19,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from knapformer import ArgumentError, StateError
-from knapformer.adapters.backend import attend_by
 from knapformer.adapters.samples import Sample, Samples
 from knapformer.device_copies import to_device
-from knapformer.models.layers import Rotation, rotate
-from knapformer.models.packing import Lengths, Segments, lengths_list
-from knapformer.models.step import PackedStep
+from knapformer.models.attention import pairing_of
+from knapformer.models.packing import Lengths, Rotation, Segments, lengths_list, rotate
+from knapformer.models.step import Attend, PackedStep
 
 LIBRARY = "diffusers"
 _WRAPPERS = ("peft", "torch")  # whose modules lead to the parts of what they wrap
@@ -108,6 +108,31 @@ class Chunks(Packed):
         sequences, for the blocks that refine them."""
         step = PackedStep(lens, x.shape[1])
         return Chunks(step=step, of_token=step.segments(x), rotation=rotation)
+
+
+def attend_by(attn: nn.Module) -> Attend | None:
+    """The function that computes the attention of this module by the backend that the user chose in diffusers
+    (`set_attention_backend`); None: torch's, as the PackedStep does."""
+    if not hasattr(attn, "processor"):  # not of diffusers
+        return None
+    from diffusers.models import attention_dispatch as dispatch
+
+    backend = getattr(attn.processor, "_attention_backend", None)
+    if backend is None:
+        backend = dispatch._AttentionBackendRegistry.get_active_backend()[0]
+    if (backend := dispatch.AttentionBackendName(backend)) == dispatch.AttentionBackendName.NATIVE:
+        return None
+    kernel = partial(dispatch.dispatch_attention_fn, backend=backend)
+
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, query_lens: Lengths, key_lens: Lengths | None = None, _: Any = None
+    ) -> Tensor:
+        pairing = pairing_of(query_lens, query_lens if key_lens is None else key_lens)
+        out: Tensor = pairing.attend(q, k, v, kernel=kernel)
+        return out
+
+    attend.cuts_queries = True  # type: ignore[attr-defined]
+    return attend
 
 
 class OfSequences:
@@ -198,6 +223,12 @@ class Adapter(ABC):
         """Raises ArgumentError where fields of a ModelConfig do not go with each other."""
 
     @staticmethod
+    def patch(config: Any) -> tuple[int, ...]:
+        """How many numbers of a picture or video, in each direction, make a token."""
+        size = getattr(config, "patch_size", 1)
+        return (size, size) if isinstance(size, int) else tuple(size)
+
+    @staticmethod
     def mask(model: Any) -> str:
         """Of the model's attention."""
         return "full"
@@ -227,7 +258,7 @@ class Adapter(ABC):
         parts: list[Tensor] = torch.ops.aten.split_with_sizes_copy(out.unsqueeze(0), list(lens), 1)
         if not self.of_grids:
             return parts
-        patch = patch_of(model.config.patch_size)
+        patch = self.patch(model.config)
         return [unpatched(part, of, patch) for part, of in zip(parts, home.grids, strict=True)]
 
     @staticmethod
@@ -348,11 +379,6 @@ def rows_of_runs(table: Tensor, row_of_token: Tensor) -> tuple[Tensor, Segments]
 def clip_half(x: Tensor) -> Tensor:
     """Clips float16 as diffusers' blocks do."""
     return x.clip(-65504, 65504) if x.dtype == torch.float16 else x
-
-
-def patch_of(size: int | Sequence[int]) -> tuple[int, ...]:
-    """How many numbers of a picture or video, in each direction, make a token: `patch_size` of diffusers."""
-    return (size, size) if isinstance(size, int) else tuple(size)
 
 
 def unpatched(patches: Tensor, grid: Sequence[int], patch: Sequence[int]) -> Tensor:

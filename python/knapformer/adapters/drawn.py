@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from knapformer import ArgumentError, Sample
-from knapformer.adapters.adapter import patch_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +82,7 @@ def _tokens(config: Any, size: Any, draw: Draw) -> Tensor:
     if not config.adapter.of_grids:
         has_text = "encoder_hidden_states" in config.adapter.required
         return draw.normal(1, size.visual_tokens if has_text else size.num_tokens, config.in_channels)
-    patch = patch_of(config.patch_size)
+    patch = config.adapter.patch(config)
     grid = getattr(size, "grid", (1, *grid_of(size.visual_tokens)))[-len(patch) :]
     return draw.normal(1, config.in_channels, *(count * side for count, side in zip(grid, patch, strict=True)))
 

@@ -150,7 +150,10 @@ class Chroma(JointAdapter):
         table = model.distilled_guidance_layer(
             model.time_text_embed(samples.one_each("timestep").to(image.dtype) * 1000)
         )
-        return self.home(model.context_embedder(text), text_lens, image, image_lens, (of_text, of_image), table)
+        text = model.context_embedder(text)
+        home = self.home(text, text_lens, image, image_lens, (of_text, of_image), table)
+        home.rest = (*home.rest[:2], table[:, -2:])
+        return home
 
     def compute(self, model: Any, moved: Moved, run: RunBlock) -> Tensor:
         """Rows of modulation: of single blocks, of images in double blocks, of texts there, of the head."""
@@ -164,9 +167,6 @@ class Chroma(JointAdapter):
         for block, of_block in zip(single, of_single.split(3, 1), strict=False):
             x = run(block, x, of_block, chunks)
         return x
-
-    def last(self, model: Any, image: Tensor, cond: Tensor, packed: Packed) -> Tensor:
-        return super().last(model, image, cond[:, -2:], packed)
 
 
 def _random_joint_mask(size: Any) -> Tensor | None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from knapformer import ArgumentError
-from knapformer.adapters.adapter import Chunks, Home, Moved, Packed, RunBlock, rotation_rows, rows_of_runs, unpatched
+from knapformer.adapters.adapter import Chunks, Home, Moved, Packed, RunBlock, rotation_rows, rows_of_runs
 from knapformer.adapters.drawn import random_mask
 from knapformer.adapters.flux import adaptive_single_block
 from knapformer.adapters.joint import (
@@ -67,13 +66,11 @@ class Hunyuan(JointAdapter):
     """What HunyuanVideo and HunyuanVideo 1.5 share."""
 
     input_layer = "x_embedder.proj"
+    of_grids = True
     refiners = ("context_embedder.token_refiner.refiner_blocks",)
     in_parts = ("attn", "norm1", "norm1_context", "norm", "norm_out")
     min_text_tokens = 1
     conditions = {
-        "hidden_states": lambda config, size, draw: draw.normal(
-            1, config.in_channels, size.grid[0] * config.patch_size_t, *(config.patch_size * n for n in size.grid[1:])
-        ),
         "timestep": lambda config, size, draw: 1000 * draw.time(),
         "encoder_hidden_states": lambda config, size, draw: draw.normal(1, size.text_tokens, config.text_embed_dim),
         "encoder_attention_mask": lambda config, size, draw: text_mask(size),
@@ -93,7 +90,7 @@ class Hunyuan(JointAdapter):
     ) -> Home:
         """first_frame: whether the first frame's tokens are a kind of their own."""
         config = model.config
-        videos, grids = samples.grids("hidden_states", config.in_channels, self._patch(config))
+        videos, grids = samples.grids("hidden_states", config.in_channels, self.patch(config))
         lens = list(map(math.prod, grids))
         x = model.x_embedder(videos, Packed(Segments.of_lengths(lens, samples.like.device)))
         rotations = [rotation_rows(*model.rope(video)) for video, _ in zip(videos, grids, strict=False)]
@@ -105,13 +102,12 @@ class Hunyuan(JointAdapter):
         home.grids = grids
         return home
 
-    def predictions(self, model: Any, out: Tensor, lens: Sequence[int], home: Home) -> list[Tensor]:
-        patch = self._patch(model.config)
-        out = out.unflatten(1, (-1, *patch)).movedim(1, -1).flatten(1)
-        return [unpatched(part.unsqueeze(0), of, patch) for part, of in zip(out.split(lens), home.grids, strict=True)]
+    def last(self, model: Any, image: Tensor, cond: Tensor, packed: Packed) -> Tensor:
+        out = super().last(model, image, cond, packed)
+        return out.unflatten(1, (-1, *self.patch(model.config))).movedim(1, -1).flatten(1)
 
     @staticmethod
-    def _patch(config: Any) -> tuple[int, ...]:
+    def patch(config: Any) -> tuple[int, ...]:
         return config.patch_size_t, config.patch_size, config.patch_size
 
 
@@ -157,9 +153,6 @@ class HunyuanVideo(Hunyuan):
         chunks = dataclasses.replace(chunks, of_token=of_token, of_image=of_image)
         x = chunks.through_both(model.transformer_blocks, run, moved.x, cond[:, 0], of_video)
         return chunks.through(model.single_transformer_blocks, run, x, rows)
-
-    def last(self, model: Any, image: Tensor, cond: Tensor, packed: Packed) -> Tensor:
-        return super().last(model, image, cond[:, 0], packed)
 
 
 class HunyuanVideo15(Hunyuan):

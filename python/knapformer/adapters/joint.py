@@ -22,16 +22,24 @@ from knapformer.adapters.adapter import (
     Packed,
     Part,
     RunBlock,
+    attend_by,
     clip_half,
     expect,
     rotation_of,
     rotation_rows,
 )
-from knapformer.adapters.backend import attend_by
 from knapformer.adapters.samples import Samples
 from knapformer.models.attention import PackedAttention
-from knapformer.models.layers import Rotation
-from knapformer.models.packing import Segments, TwoStreams, gated_add, lengths_list, modulate, segment_index, text_flags
+from knapformer.models.packing import (
+    Rotation,
+    Segments,
+    TwoStreams,
+    gated_add,
+    lengths_list,
+    modulate,
+    segment_index,
+    text_flags,
+)
 from knapformer.models.step import PackedStep
 
 
@@ -153,8 +161,9 @@ class JointAdapter(Adapter):
         cond: Tensor,
         kinds: Tensor | None = None,
     ) -> Home:
-        """text (text tokens, width), image (image tokens, width), rotation: the rows of each, cond (samples, ...);
-        kinds (image tokens,) from 1 on, on the CPU, where they are of several."""
+        """text (text tokens, width), image (image tokens, width), rotation: the rows of each. cond (samples, width), or
+        of several rows a sample, of which the head takes the first. kinds (image tokens,) from 1 on, on the CPU, where
+        they are of several."""
         # On the CPU: the host reads which tokens of its chunks are text, without waiting for a device.
         is_text = text_flags(text_lens, image_lens)
         kind_of_token = (~is_text).to(torch.uint8)
@@ -168,7 +177,7 @@ class JointAdapter(Adapter):
             seq_lens=[text + image for text, image in zip(text_lens, image_lens, strict=True)],
             features=[kind_of_token] if rotation is None else [kind_of_token, streams.join(*rotation)],
             sequence_features=[cond],
-            rest=(streams, image_lens, cond),
+            rest=(streams, image_lens, cond if cond.ndim == 2 else cond[:, 0]),
         )
 
     @staticmethod
@@ -202,7 +211,7 @@ class JointAdapter(Adapter):
         return [Part(out, image_lens, streams.image_rows)]
 
     def last(self, model: Any, image: Tensor, cond: Tensor, packed: Packed) -> Tensor:
-        """(image tokens, width), cond (samples, ...) -> (image tokens, channels)."""
+        """(image tokens, width), cond as the head takes it -> (image tokens, channels)."""
         return model.proj_out(model.norm_out(image, cond, packed))
 
 

@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from knapformer import ArgumentError, Sample
 from knapformer.adapters import registry
-from knapformer.adapters.adapter import MAX_TEXT_TOKENS, Adapter, Home, Moved, expect, patch_of
+from knapformer.adapters.adapter import MAX_TEXT_TOKENS, Adapter, Home, Moved, expect
 from knapformer.adapters.balance import balance, balanced
 from knapformer.adapters.drawn import Draw, grid_of, random_sample
 from knapformer.json_file import read_json
@@ -60,7 +60,7 @@ class ModelConfig:
         self.head_dim = self.d_model // self.num_heads
         self.mask = str(self.fields.get("mask", "full"))
         channels = self.out_channels or self.in_channels
-        self._patch_size = math.prod(patch_of(self.fields.get("patch_size", 1)))
+        self._patch_size = math.prod(self.adapter.patch(self))
         self.out_width = int(channels * (1 if self.adapter.of_grids else self._patch_size))  # of a row of a prediction
         # True: a sample's text is a stream beside the planned sequence. False: it is the front of that sequence.
         self.text_beside = self.adapter.text_beside

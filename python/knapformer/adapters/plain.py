@@ -9,8 +9,7 @@ from torch import Tensor
 from knapformer._core import check_mask
 from knapformer.adapters.adapter import Adapter, Chunks, Home, Moved, Part, RunBlock, expect
 from knapformer.adapters.samples import Samples
-from knapformer.models.layers import rotations
-from knapformer.models.packing import positions
+from knapformer.models.packing import positions, rotations
 from knapformer.models.transformer import TransformerBlock
 
 

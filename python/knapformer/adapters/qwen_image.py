@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from knapformer import ArgumentError
-from knapformer.adapters.adapter import Home, Moved, Packed, RunBlock, clip_half, rows_of_runs
+from knapformer.adapters.adapter import Home, Moved, RunBlock, clip_half, rows_of_runs
 from knapformer.adapters.drawn import random_mask
 from knapformer.adapters.joint import NORM_OUT, JointAdapter, JointChunks, Stream, double_stream
 from knapformer.adapters.samples import Samples
@@ -85,9 +85,6 @@ class QwenImage(JointAdapter):
             of_image, segments = rows_of_runs(conds, keys[chunks.kinds > 0])
             chunks = replace(chunks, of_image=segments)
         return chunks.through_both(model.transformer_blocks, run, moved.x, cond, of_image)
-
-    def last(self, model: Any, image: Tensor, cond: Tensor, packed: Packed) -> Tensor:
-        return super().last(model, image, cond[:, 0], packed)
 
     @staticmethod
     def _kinds(samples: Samples) -> Tensor:

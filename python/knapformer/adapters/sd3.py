@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from knapformer.adapters.adapter import Home, patch_of
+from knapformer.adapters.adapter import Home
 from knapformer.adapters.joint import NORM_OUT, JointAdapter, adaptive_double_block
 from knapformer.adapters.samples import Samples
 
@@ -43,7 +43,7 @@ class StableDiffusion3(JointAdapter):
 
     def embed(self, model: Any, samples: Samples) -> Home:
         config = model.config
-        pictures, grids = samples.grids("hidden_states", config.in_channels, patch_of(config.patch_size))
+        pictures, grids = samples.grids("hidden_states", config.in_channels, self.patch(config))
         text, text_lens = samples.rows("encoder_hidden_states", config.joint_attention_dim)
         pooled = samples.row_each("pooled_projections", config.pooled_projection_dim)
         image = torch.cat([model.pos_embed(picture).flatten(0, 1) for picture in pictures])

@@ -113,7 +113,7 @@ class Wan(Adapter):
 
     def embed(self, model: Any, samples: Samples) -> Home:
         config, embedder = model.config, model.condition_embedder
-        videos, grids = samples.grids("hidden_states", config.in_channels, config.patch_size)
+        videos, grids = samples.grids("hidden_states", config.in_channels, self.patch(config))
         lens = list(map(math.prod, grids))
         x = torch.cat([model.patch_embedding(video).flatten(2).transpose(1, 2).flatten(0, 1) for video in videos])
         angles = (model.rope(video) for video, _ in zip(videos, grids, strict=False))

@@ -29,11 +29,10 @@ def set_checkpointing(model: nn.Module, enabled: bool = True, *, keep_exchanges:
     contexts: Any = noop_context_fn
     if keep_exchanges:
         from knapformer.checkpointing import keep_exchanges as contexts
-    run = partial(checkpoint, use_reentrant=False, context_fn=contexts)
+    run: Any = partial(checkpoint, use_reentrant=False, context_fn=contexts)
     for module in model.modules():
-        if hasattr(module, "enable_gradient_checkpointing"):
-            of: Any = module
-            of.enable_gradient_checkpointing(run) if enabled else of.disable_gradient_checkpointing()
+        if hasattr(module, "gradient_checkpointing"):
+            module.__dict__.update(gradient_checkpointing=enabled, _gradient_checkpointing_func=run)
 
 
 def train_adapters(model: nn.Module, blocks: Iterable[nn.Module], rank: int = 16) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from knapformer.models.layers import rotate
+from knapformer.models.packing import rotate
 
 
 class Transformer(nn.Module):
@@ -38,17 +38,10 @@ class Transformer(nn.Module):
         )
         self.norm_out = nn.LayerNorm(d_model)
         self.out_proj = nn.Linear(d_model, out_channels)
-        self.gradient_checkpointing = False
+        self.gradient_checkpointing = False  # as models of diffusers have it
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError("transformer: expected knapformer.balance(transformer), and a list of samples")
-
-    def enable_gradient_checkpointing(self, run: Any) -> None:
-        """run: what calls a block, such as torch's checkpoint."""
-        self.gradient_checkpointing, self._gradient_checkpointing_func = True, run
-
-    def disable_gradient_checkpointing(self) -> None:
-        self.gradient_checkpointing = False
 
 
 class TransformerBlock(nn.Module):

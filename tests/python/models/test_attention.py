@@ -15,8 +15,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from knapformer.models import attention
 from knapformer.models.attention import PackedAttention, pairing_of, varlen_attention
-from knapformer.models.layers import Rotation, rotate, rotations
-from knapformer.models.packing import Segments, TwoStreams, gated_add, modulate, positions, segment_index, text_flags
+from knapformer.models.packing import (
+    Rotation,
+    Segments,
+    TwoStreams,
+    gated_add,
+    modulate,
+    positions,
+    rotate,
+    rotations,
+    segment_index,
+    text_flags,
+)
 from knapformer.models.step import PackedStep
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
