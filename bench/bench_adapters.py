@@ -50,8 +50,6 @@ def wide(class_name: str, d_model: int, head_dim: int) -> SmallModel:
     axes = {3: [turned, 3 * turned // 2, 3 * turned // 2], 4: [turned] * 4}
     model = SmallModel(getattr(diffusers, class_name))
     small = model.fields
-    # Of a last block of two streams the text is not used. diffusers' backward pass leaves it out, a packed call's goes
-    # through it with zeros. So one block would say little of a model of many.
     widths["num_layers"] = 1 if "num_single_layers" in small else 4
     fields = {name: value for name, value in widths.items() if name in small}
     fields |= {

@@ -7,7 +7,7 @@ head. An adapter adds the embedding and the blocks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -49,12 +49,16 @@ class JointChunks(Chunks):
     streams: TwoStreams  # where text and image tokens lie
     of_text: Segments  # of_token of the text tokens alone
     of_image: Segments
+    ends_text: bool = False  # in a block behind which nothing reads the text
 
-    def through_both(self, blocks: nn.ModuleList, run: RunBlock, x: Tensor, *arguments: Any) -> Tensor:
-        """As through, of blocks that take text and image apart."""
+    def through_both(
+        self, blocks: nn.ModuleList, run: RunBlock, x: Tensor, *arguments: Any, ends_text: bool = False
+    ) -> Tensor:
+        """As through, of blocks that take text and image apart. ends_text: nothing reads the text behind them."""
         text, image = self.streams.split(x)
-        for block in blocks:
-            text, image = run(block, text, image, *arguments, self)
+        for i, block in enumerate(blocks, 1):
+            chunks = replace(self, ends_text=True) if ends_text and i == len(blocks) else self
+            text, image = run(block, text, image, *arguments, chunks)
         return self.streams.join(text, image)
 
     def part(self, kind: int, lens: Tensor) -> PartChunks:
@@ -199,7 +203,7 @@ class JointAdapter(Adapter):
         """Blocks of two streams, then those of one, by the conditioning of each chunk."""
         chunks, (cond,) = self.chunks(moved), moved.of_chunk
         double, *single = map(model.get_submodule, self.blocks)
-        x = chunks.through_both(double, run, moved.x, cond)
+        x = chunks.through_both(double, run, moved.x, cond, ends_text=not any(map(len, single)))
         for blocks in single:
             x = chunks.through(blocks, run, x, cond)
         return x
@@ -279,11 +283,13 @@ def double_stream(attn: Any, text: Stream, image: Stream, chunks: JointChunks) -
     of_text, of_image = projected(attn, text.read(chunks.of_text), True), projected(attn, image.read(chunks.of_image))
     q, k, v = (streams.join(*pair) for pair in zip(of_text, of_image, strict=True))
     out_text, out_image = streams.split(chunks.attention(attn, *chunks.rotated(q, k), v))
-    is_written = len(text.rows) > 2
-    return (
-        text.written(attn.to_add_out(out_text), chunks.of_text) if is_written else text.x,
-        image.written(attn.to_out[1](attn.to_out[0](out_image)), chunks.of_image),
-    )
+    image_x = image.written(attn.to_out[1](attn.to_out[0](out_image)), chunks.of_image)
+    if len(text.rows) == 2:
+        return text.x, image_x
+    if chunks.ends_text:  # of no rows, so that weights get their gradients of zeros
+        none = text.feed_forward(text.norm_feed_forward(attn.to_add_out(out_text[:0])))
+        return torch.cat([text.x, none]), image_x
+    return text.written(attn.to_add_out(out_text), chunks.of_text), image_x
 
 
 def double_block(

@@ -43,6 +43,7 @@ class QwenImage(JointAdapter):
         "in_channels": 7, "out_channels": 2, "num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 3,
         "joint_attention_dim": 10, "axes_dims_rope": (4, 6, 6),
     }  # fmt: skip
+    min_blocks = 2  # the last one writes no text
     named_configs = {
         "qwen-image": {},
         "qwen-image-demo": {
@@ -84,7 +85,7 @@ class QwenImage(JointAdapter):
             keys = 2 * segment_index(chunks.step.chunk_lens) + chunks.kinds - 1
             of_image, segments = rows_of_runs(conds, keys[chunks.kinds > 0])
             chunks = replace(chunks, of_image=segments)
-        return chunks.through_both(model.transformer_blocks, run, moved.x, cond, of_image)
+        return chunks.through_both(model.transformer_blocks, run, moved.x, cond, of_image, ends_text=True)
 
     @staticmethod
     def _kinds(samples: Samples) -> Tensor:
