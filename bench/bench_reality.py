@@ -94,7 +94,7 @@ def measure(folder: Path, trace: str, steps: int, repeats: int) -> None:
     ways = [word for way in WAYS for word in ("--way", way)]
     run("simulate", "--lengths", str(lengths), "--batch-size", str(BATCH_SIZE), "--micro-batches", str(MICRO_BATCHES),
         "--ranks", str(NUM_RANKS), "--model", MODEL, *ways, "--cluster", "cpu", "--calibration", str(calibration),
-        "--shard-ranks", str(NUM_RANKS), "--steps", str(steps), "--repeats", str(repeats), "--warmup", "1",
+        "--steps", str(steps), "--repeats", str(repeats), "--warmup", "1",
         "--json", str(result))  # fmt: skip
 
 

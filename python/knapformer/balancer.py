@@ -1,7 +1,7 @@
 """SequenceBalancer: plans a training step, and moves its tensors. Needs torch.
 
 The work is done in C++ (`knapformer._torch`). What has to be Python are the process groups, which torch.distributed
-makes (`groups`), and what launchers say of nodes (`nodes`).
+makes, and what launchers say of nodes (`groups`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ import knapformer._torch as _torch
 from knapformer._core import ArgumentError, Plan
 from knapformer._torch import PlanningAhead, Samples, Step
 from knapformer.cost import Cost, CostSettings
-from knapformer.groups import bag_group, cpu_group
-from knapformer.nodes import node_topology
+from knapformer.groups import bag_group, cpu_group, node_topology
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

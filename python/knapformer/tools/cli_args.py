@@ -71,10 +71,6 @@ def _effort(text: str) -> int | str:
     return _bounded(int, lambda moves: 0 <= moves <= 2**62, "low, default, high, or a number of moves")(text)
 
 
-def _speeds(text: str) -> list[float]:
-    return [number()(speed) for speed in text.split(",")]
-
-
 def _count(of: str, default: int, low: int = 1, high: int = 10**6) -> dict[str, Any]:
     """of: what is counted, for the help."""
     return {"type": integer(low, high), "default": default, "metavar": "N", "help": f"{of} (default {default})"}
@@ -122,19 +118,12 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--mask": {
         "type": _word, "default": "full", "metavar": "M", "help": f"of all sequences: {MASK_FORMS} (default full)"
     },
-    "--rank-speed": {"type": _speeds, "default": [], "metavar": "F,F,...", "help": "per rank, relative"},
     "--cluster": {
         "metavar": "NAME|FILE",
         "help": f"{', '.join(Cluster.names())} (default {Cluster.names()[0]}), published (the paper's cluster and "
-        "code), or a JSON file with 'cluster' and 'model'",
+        "code), or a JSON file with fields of 'cluster' and 'model'",
     },
     "--ranks-per-node": {"type": _RANKS, "metavar": "N", "help": "default 8"},
-    "--shard-ranks": {"type": _RANKS, "metavar": "N", "help": "that FSDP shards over (default 32)"},
-    "--blocks": {"dest": "num_blocks", "type": _RANKS, "metavar": "N", "help": "transformer blocks (default 57)"},
-    "--parameters": {
-        "dest": "num_parameters", "type": number(inclusive=True), "metavar": "F", "help": "default 12e9"
-    },
-    "--heads": {"dest": "num_heads", "type": _RANKS, "metavar": "N", "help": "of attention (default: as if even)"},
     "--dtype": {"choices": ("bf16", "fp32", "fp64"), "help": "default: bf16 on CUDA, fp32 on the CPU"},
     "--device": {"choices": ("auto", "cpu", "cuda"), "default": "auto", "help": "default auto"},
     "--no-checkpoint": {
@@ -157,7 +146,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 #: How blocks are run, how batches are drawn from data codes, and the cluster.
 RUN = ("--dtype", "--device", "--no-checkpoint", "--mode")
 DRAW = ("--seed", "--scale", "--max-text-tokens")
-CLUSTER = ("--cluster", "--ranks-per-node", "--shard-ranks")
+CLUSTER = ("--cluster", "--ranks-per-node")
 #: Below the help of commands that take --data.
 DATA_CODES = (
     "Data codes, gGbBiRfFsS: G ranks that each draw B samples of R x R pixels and F frames; S = 1 for a video that is "
@@ -189,7 +178,7 @@ def add_gamma(parser: argparse.ArgumentParser) -> None:
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the cluster and the model")
-    add(group, *CLUSTER, "--blocks", "--parameters", "--heads")
+    add(group, *CLUSTER)
     modes = ("training", "lora", "inference")
     add(group, "--mode", choices=modes, help="what a step computes (default training)")
     add(group, "--no-checkpoint", default=None)

@@ -62,7 +62,7 @@ def planning(
         cluster = cluster.replace(ranks_per_node=args.ranks_per_node)
     if own_fixed and not states_fixed:
         cluster = cluster.replace(fixed_s=0.0)
-    trained = ("shard_ranks", "num_blocks", "num_parameters", "num_heads", "mode", "recomputes")
+    trained = ("mode", "recomputes")
     model = model.replace(**{name: options[name] for name in trained if options.get(name) is not None})
     return Planning(**(fields | {"cluster": cluster, "model": model, "num_heads": 0} | given))
 

@@ -25,7 +25,7 @@ PLAN_TWO = ["plan", "--topology", "g2n1", "--data", "g2b1i256f1s0", "--ranks", "
 PLAN_EMPTY = ["plan", "--topology", "g2n1", "--lengths", "empty.json"]
 PLAN_G8 = ["plan", "--topology", "g8n4"]
 SIMULATE = ["simulate", "--topology", "g2n1"]
-DOCTOR = ["doctor", "--ranks", "4", "--shard-ranks", "4", "--mode", "lora"]
+DOCTOR = ["doctor", "--ranks", "4", "--mode", "lora"]
 TWO = ["--data", "g2b1i256f1s0", "--ranks", "2"]
 REPLAY = ["replay", "--model", "flux-tiny", "--data", "g1b2i256f1s0,g1b1i512f1s0,g2b1i128f1s0"]
 REPLAY_G4 = [*REPLAY, "--topology", "g4n1"]
@@ -51,7 +51,6 @@ REPLAY_G4 = [*REPLAY, "--topology", "g4n1"]
             "--effort: got 'best', expected low, default, high, or a number of moves",
         ),
         ([*PLAN_G8, *MIXED, "--mask", "star"], "mask: got 'star'"),
-        ([*PLAN_G8, *MIXED, "--rank-speed", "1,0"], "--rank-speed: got '0'"),
         ([*PLAN_G8, *MIXED, "--cluster", "nowhere"], "--cluster: got 'nowhere'"),
         ([*PLAN_G8, *MIXED, "--max-tokens-per-rank", "100"], "max_tokens_per_rank: got 100, expected at least"),
         (["doctor", "--ranks", "32"], "one of the arguments LENGTHS --lengths --data is required"),
@@ -144,8 +143,8 @@ def test_what_was_assumed_is_told_in_a_line(capsys: pytest.CaptureFixture[str]) 
             ([], ("gamma 0.41 (the default)", "cluster h100, the default: 298 TFLOP/s a rank, 120 and 25 GB/s in a "
                   "node of 8 and between", "57 blocks, 1.2e+10 parameters, heads as if even", "no limit of memory",
                   "0.525 s in each step whatever its load (fitted to the published cluster)")),
-            (["--gamma", "0.5", "--cluster", "cpu", "--heads", "24", "--max-tokens-per-rank", "90000"],
-             ("gamma 0.5 (as given)", "cluster cpu: 0.05 TFLOP/s", "24 heads", "at most 90,000 tokens of a rank",
+            (["--gamma", "0.5", "--cluster", "cpu", "--max-tokens-per-rank", "90000"],
+             ("gamma 0.5 (as given)", "cluster cpu: 0.05 TFLOP/s", "at most 90,000 tokens of a rank",
               "nothing fixed in a step")),
         ):  # fmt: skip
             status, out, _ = run(capsys, *command, *options)

@@ -35,8 +35,7 @@ _TEXTS = [
 _NUMBERS = [0, 1, 2, 3, -1, 0.5, 1e-320, 1e308, float("nan"), float("inf"), 2**31, 2**63, -(2**64), 10**400]
 # --ranks, --steps and the like ask for as much work as they say: a command that takes long is not wrong.
 _OPTIONS = [
-    "--gamma", "--d-model", "--mask", "--max-tokens-per-rank", "--rank-speed", "--ranks-per-node", "--shard-ranks",
-    "--blocks", "--parameters", "--heads", "--mode", "--solver", "--seed",
+    "--gamma", "--d-model", "--mask", "--max-tokens-per-rank", "--ranks-per-node", "--mode", "--solver", "--seed",
 ]  # fmt: skip
 _COMMANDS = (
     ["plan", "--topology", "g4/2/1n1", "--effort", "low", "--lengths", "{lengths}"],

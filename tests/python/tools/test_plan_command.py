@@ -76,16 +76,14 @@ def test_what_a_plan_gains_is_said(capsys: pytest.CaptureFixture[str], tmp_path:
 
 
 def test_plan_takes_the_options_of_the_solver(capsys: pytest.CaptureFixture[str]) -> None:
-    speed = [2.0] + [1.0] * 31
     status, out, err = run(
         capsys, "plan", "--topology", "g8/4/2/1n4", *MIXED, "--effort", "500", "--mask", "causal",
-        "--max-tokens-per-rank", "9000", "--rank-speed", ",".join(map(str, speed)),
-        "--cluster", "published", "--ranks-per-node", "4", "--heads", "24", "--mode", "lora", "--json", "-",
+        "--max-tokens-per-rank", "9000", "--cluster", "published", "--ranks-per-node", "4", "--mode", "lora",
+        "--json", "-",
     )  # fmt: skip
     made = plan(
         DataMix.parse("mixed").draw_lengths(0, 0, 32), "g8/4/2/1n4", d_model=3072, effort=500, masks="causal",
-        max_tokens_per_rank=9000, rank_speed=speed,
-        cluster=Cluster.published(ranks_per_node=4), model=TrainedModel(num_heads=24, mode="lora"),
+        max_tokens_per_rank=9000, cluster=Cluster.published(ranks_per_node=4), model=TrainedModel(mode="lora"),
     )  # fmt: skip
     assert (status, err) == (0, "") and Plan.from_json(out) == made
     assert made.max_tokens <= 9000 and made.solver == "balanced"

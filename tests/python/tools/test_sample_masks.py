@@ -84,10 +84,12 @@ def test_buckets_pad_written_masks_to_their_share_of_pairs():
 
 def test_doctor_advises_by_a_column_of_masks(capsys, tmp_path):
     path = tmp_path / "a.csv"
+    cluster = tmp_path / "cluster.json"
+    cluster.write_text('{"model": {"num_parameters": 0}}')
     masks = ["full", "window:64:0", "window:64:0", "window:64:0", ""]
     path.write_text("num_tokens,mask\n" + "".join(f"1200,{mask}\n" for mask in masks))
     options = ["--ranks", "4", "--batch-size", "2", "--micro-batches", "4", "--d-model", "64", "--mask", "causal",
-               "--gamma", "400", "--parameters", "0"]  # fmt: skip
+               "--gamma", "400", "--cluster", str(cluster), "--memory-gib", "76"]  # fmt: skip
     assert main(["doctor", str(path), *options]) == 0
     text = " ".join(capsys.readouterr().out.split())
     share = sum(pairs_of(mask or "causal", 1200) for mask in masks) / (5 * 1200**2)

@@ -65,7 +65,7 @@ def add_parser(subparsers: Any) -> None:
     add(parser, "--d-model", help="width, in features (default: the --model's)")
     limit = "that a rank may hold in a micro-batch (default: what fits in memory)"
     add(parser, "--max-tokens-per-rank", help=limit)
-    add(parser, "--mask", "--rank-speed")
+    add(parser, "--mask")
     cli_args.add_model_options(parser)
     add(parser, "--topologies", action="store_true", help="lists all topologies of bags, with the reasons")
     add(parser, "--json")

@@ -55,7 +55,7 @@ def add_parser(subparsers: Any) -> None:
     add(parser, *DRAW, "--solver", "--effort")
     cli_args.add_gamma(parser)
     add(parser, "--d-model", default=3072, help="width, in features (default 3072)")
-    add(parser, "--mask", "--max-tokens-per-rank", "--rank-speed")
+    add(parser, "--mask", "--max-tokens-per-rank")
     cli_args.add_model_options(parser)
     add(parser, "--peak-tflops", help="of a rank's device, for HFU (default: the data sheet's of a named --cluster)")
     files = parser.add_argument_group(
