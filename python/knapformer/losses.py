@@ -24,22 +24,17 @@ transformers' Trainer. `loss_divisor` says by how many; it is an error not to sa
 
 from __future__ import annotations
 
-import contextlib
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from knapformer._core import ArgumentError, StateError
+from knapformer._core import ArgumentError
 from knapformer.device_copies import to_device
 from knapformer.sample_values import checked_integers, integer
 from knapformer.trainers import check_nothing_divides
-
-_REFUSED = -(2**48)  # in place of a count, of a rank that raises an error: it outweighs the counts of all others
-_ELSEWHERE = "count: got none from another rank, which has raised an error of its own; expected one from each"
 
 
 def token_mean(
@@ -58,12 +53,10 @@ def token_mean(
         None: by nothing, which is an error while accelerate accumulates micro-batches, and, with `total`, where
         Lightning, transformers' Trainer or DeepSpeed is imported.
 
-    Returns a scalar in float32 or better. Where no rank has data it is 0, attached to the graph. Raises ArgumentError,
-    and StateError on the other ranks where it raises on one and all of them are needed for the count.
+    Returns a scalar in float32 or better. Where no rank has data it is 0, attached to the graph. Raises ArgumentError.
     """
-    with _refused_on_all_ranks(total is None, group):
-        _check_vector("per_token", per_token)
-        factor = _factor(group, loss_divisor, total)
+    _check_vector("per_token", per_token)
+    factor = _factor(group, loss_divisor, total)
     return _share_of_mean(per_token.sum(dtype=_wide(per_token)), len(per_token), total, group, factor)
 
 
@@ -82,41 +75,33 @@ def sample_mean(
     the whole samples, where this rank computes only a chunk of some; it requires `total`, and chunks may be empty.
     total: the number of samples. The other arguments, and errors: as in token_mean.
     """
-    with _refused_on_all_ranks(total is None, group):
-        _check_vector("per_token", per_token)
-        factor = _factor(group, loss_divisor, total)
-        lens = checked_integers("seq_lens", seq_lens)
-        shortest = 1 if sample_lens is None else 0
-        if int(lens.sum()) != len(per_token) or (len(lens) > 0 and int(lens.min()) < shortest):
-            expected = f"lengths of at least {shortest} that add up to {len(per_token)}"
-            raise ArgumentError(f"seq_lens: got {lens.tolist()}, expected {expected}")
-        whole = lens
-        if sample_lens is not None:
-            whole = checked_integers("sample_lens", sample_lens)
-            if total is None:
-                raise ArgumentError(
-                    "total: got none, expected the samples of all ranks: chunks do not say how many they are"
-                )
-            if whole.shape != lens.shape or bool((whole < lens.clamp(min=1)).any()):
-                raise ArgumentError(
-                    f"sample_lens: got {whole.tolist()}, expected one for each of the chunks of {lens.tolist()}, each "
-                    "at least as long"
-                )
+    _check_vector("per_token", per_token)
+    factor = _factor(group, loss_divisor, total)
+    lens = checked_integers("seq_lens", seq_lens)
+    shortest = 1 if sample_lens is None else 0
+    if int(lens.sum()) != len(per_token) or (len(lens) > 0 and int(lens.min()) < shortest):
+        expected = f"lengths of at least {shortest} that add up to {len(per_token)}"
+        raise ArgumentError(f"seq_lens: got {lens.tolist()}, expected {expected}")
+    whole = lens
+    if sample_lens is not None:
+        whole = checked_integers("sample_lens", sample_lens)
+        if total is None:
+            raise ArgumentError(
+                "total: got none, expected the samples of all ranks: chunks do not say how many they are"
+            )
+        if whole.shape != lens.shape or bool((whole < lens.clamp(min=1)).any()):
+            raise ArgumentError(
+                f"sample_lens: got {whole.tolist()}, expected one for each of the chunks of {lens.tolist()}, each at "
+                "least as long"
+            )
     weights = torch.repeat_interleave(1.0 / whole.to(torch.float64), lens)
     weighted = per_token * to_device(weights.to(_wide(per_token)), per_token.device)
     return _share_of_mean(weighted.sum(), len(lens) if sample_lens is None else 0, total, group, factor)
 
 
 def count_over_ranks(count: int, group: dist.ProcessGroup | None = None) -> int:
-    """The sum of a count, at least 0, over the ranks of a group, all of which call.
-
-    Raises ArgumentError on a rank that gives another thing, and StateError on the others.
-    """
-    with _refused_on_all_ranks(True, group):
-        count = integer("count", count, 0)
-    if (total := int(_sum_over_ranks(count, group))) < 0:
-        raise StateError(_ELSEWHERE)
-    return total
+    """The sum of a count, at least 0, over the ranks of a group, all of which call. Raises ArgumentError."""
+    return int(_sum_over_ranks(integer("count", count, 0), group))
 
 
 def global_mean(loss: Tensor, group: dist.ProcessGroup | None = None, loss_divisor: int | None = None) -> Tensor:
@@ -170,9 +155,8 @@ def _share_of_mean(
             raise ArgumentError(f"total: got {total}, expected at least the {local_count} of this rank")
         return local_sum * (factor / max(total, 1))
     # Where the group has no CPU backend, the count stays on the device: the host does not wait for it.
-    count = _sum_over_ranks(local_count, group)
-    count = torch.where(count < 0, math.nan, count.clamp(min=1).to(local_sum.dtype))
-    return local_sum * (factor / count)
+    count = _sum_over_ranks(local_count, group).clamp(min=1)
+    return local_sum * (factor / count.to(local_sum.dtype))
 
 
 def _sum_over_ranks(count: int, group: dist.ProcessGroup | None) -> Tensor:
@@ -180,21 +164,7 @@ def _sum_over_ranks(count: int, group: dist.ProcessGroup | None) -> Tensor:
         return torch.tensor(count, dtype=torch.int64)
     total = torch.full((), count, dtype=torch.int64, device=_metadata_device(group))  # filled there: a copy would wait
     dist.all_reduce(total, group=group)
-    if total.device.type == "cpu" and total < 0 <= count:
-        raise StateError(_ELSEWHERE)
     return total
-
-
-@contextlib.contextmanager
-def _refused_on_all_ranks(is_counted: bool, group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Where ranks are to add up a count, an error on one of them takes part in that, so that none waits for it."""
-    num_ranks = _num_ranks(group)
-    try:
-        yield
-    except ArgumentError:
-        if is_counted and num_ranks > 1:
-            _sum_over_ranks(_REFUSED, group)
-        raise
 
 
 def _metadata_device(group: dist.ProcessGroup | None) -> torch.device:

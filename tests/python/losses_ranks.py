@@ -16,8 +16,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-import knapformer
-
 IN, OUT = 4, 3  # features
 
 Step = tuple[tuple[int, ...], ...]  # lengths of the samples of each rank
@@ -102,20 +100,3 @@ def _reduced(model: nn.Module, wrapper: str) -> dict[str, Tensor]:
 
 def run_cases(rank: int, world_size: int, cases: list[Case]) -> list[Outcome]:
     return [on_ranks(case) for case in cases]
-
-
-def run_misuse(rank: int, world_size: int) -> list[str]:
-    """The error messages that a rank gets for arguments wrong on rank 0 alone."""
-    of_second = dist.new_group([1])
-    messages = []
-    for call in (
-        lambda: token_mean((3.0, torch.zeros(3))[rank]),
-        lambda: count_over_ranks((1.5, 2)[rank]),
-        lambda: token_mean(torch.zeros(3), group=of_second),
-    ):
-        try:
-            call()
-            messages.append("no error")
-        except (ValueError, knapformer.StateError) as error:
-            messages.append(str(error))
-    return messages
