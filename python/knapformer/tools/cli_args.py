@@ -86,7 +86,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "help": f"data codes such as g2b4i256f1s0,g2b1i1024f1s0 (see below), or a mix: {', '.join(DataMix.names())}",
     },
     "--lengths": {
-        "metavar": "FILE|-",
+        "metavar": "FILE",
         "help": "lengths in tokens, a list for each rank, or a list of such steps: JSON, or a log of knapformer.record",
     },
     "--topology": {"type": _word, "action": "append", "metavar": "T", "help": "may be given several times"},

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import io
 import itertools
 import json
 import math
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -140,8 +138,7 @@ class Columns:
 
 
 def read_samples(path: str, preset: Preset | None, columns: Mapping[str, str] | None = None) -> Samples:
-    """path: '-' for standard input (JSON, JSON lines or CSV, recognised by its beginning), a file, or the folder of a
-    log of knapformer.record.
+    """path: a file, or the folder of a log of knapformer.record.
 
     preset: turns sizes into tokens; None where samples must have lengths. columns: names of the columns to read, by
     what they hold (MEANINGS); none: those that are recognised.
@@ -229,27 +226,14 @@ def steps_of(path: str) -> list[list[list[int]]]:
 
 def _rows_of(path: str, columns: Mapping[str, str], stack: ExitStack) -> Iterator[Any]:
     """Lengths, objects by column, or lists of lengths by rank."""
-    if path != "-" and Path(path).is_dir():
+    if Path(path).is_dir():
         return read_log(path)
     kind = Path(path).suffix.lower().lstrip(".")
-    if path == "-" or (not kind and Path(path).exists()):
-        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8", errors="replace")
-        text = text.removeprefix("\ufeff")
-        return _text_rows(io.StringIO(text, newline=""), path, _kind_of(text))
     if kind not in FORMATS:
-        raise ArgumentError(f"LENGTHS: got {path!r}, expected '-' or a file that ends in .{', .'.join(FORMATS)}")
+        raise ArgumentError(f"LENGTHS: got {path!r}, expected a file that ends in .{', .'.join(FORMATS)}")
     if kind == "parquet":
         return _parquet_rows(path, columns)
     return _text_rows(stack.enter_context(open(path, encoding="utf-8-sig", errors="replace", newline="")), path, kind)
-
-
-def _kind_of(text: str) -> str:
-    """The format of a text without a name, by its beginning."""
-    if not text.lstrip().startswith(("[", "{")):
-        return "csv"
-    first, _, others = text.strip().partition("\n")
-    is_line = not isinstance(_line_value(first), str)
-    return "jsonl" if is_line and (others or first.startswith("{")) else "json"
 
 
 def _text_rows(file: TextIO, path: str, kind: str) -> Iterator[Any]:

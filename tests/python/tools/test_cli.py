@@ -56,7 +56,7 @@ REPLAY_G4 = [*REPLAY, "--topology", "g4n1"]
         (["doctor", "--ranks", "32"], "one of the arguments LENGTHS --lengths --data is required"),
         ([*DOCTOR, "a.csv", "--columns", "length=c"], "--columns: got length='c', expected one of 'a', 'b'"),
         ([*DOCTOR, "bad.csv"], "1 of 1 rows (100.0%) cannot be read, the first of them row 1: "),
-        ([*DOCTOR, "a.xls"], "expected '-' or a file that ends in .json"),
+        ([*DOCTOR, "a.xls"], "expected a file that ends in .json"),
         ([*DOCTOR, "a.parquet"], "a.parquet"),
         ([*DOCTOR, "a.txt", "--model", "gpt"], "--model: got 'gpt', expected one of flux"),
         (

@@ -90,9 +90,9 @@ def _command(draw: st.DrawFn) -> tuple[list[str], dict[str, bytes]]:
 
 def _check(command: list[str], files: dict[str, bytes]) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        paths = {f"{{{name}}}": str(Path(folder, name)) for name in [*_FILES, "output"]}
+        paths = {f"{{{name}}}": str(Path(folder, f"{name}.json")) for name in [*_FILES, "output"]}
         for name, content in files.items():
-            Path(folder, name).write_bytes(content)
+            Path(folder, f"{name}.json").write_bytes(content)
         out, err = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             status = main([paths.get(argument, argument) for argument in command])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import statistics
@@ -104,12 +103,6 @@ def test_plan_of_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     path.write_text("[[], []]")
     status, out, err = run(capsys, "plan", "--topology", "g2n1", "--lengths", str(path))
     assert (status, err) == (0, "") and "nothing to balance" in out
-
-
-def test_lengths_from_standard_input(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"[[5, 6], [7]]")))
-    status, out, _ = run(capsys, "plan", "--topology", "g2n1", "--lengths", "-", "--json", "-")
-    assert status == 0 and Plan.from_json(out).seq_lens == [[5, 6], [7]]
 
 
 def test_a_step_is_cut_into_micro_batches_as_the_planner_cuts_the_given_order():

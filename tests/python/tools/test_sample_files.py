@@ -1,6 +1,5 @@
-"""Lengths from files and standard input, whose format its beginning tells, and what columns mean."""
+"""Lengths from files of many kinds, and what columns mean."""
 
-import io
 import json
 
 import pytest
@@ -8,35 +7,6 @@ from knapformer.tools.presets import PRESETS
 from knapformer.tools.sample_files import lengths_of, read_samples
 
 import knapformer as kf
-
-
-@pytest.mark.parametrize(
-    ("text", "lengths", "steps"),
-    [
-        ("[40,7,64]", [40, 7, 64], 0),
-        ("[\n  40,\n  7,\n  64\n]\n", [40, 7, 64], 0),
-        ('[\n  {"num_tokens": 40},\n  {"num_tokens": 7}\n]\n', [40, 7], 0),
-        ('{"num_tokens": 40}\n{"num_tokens": 7}\n', [40, 7], 0),
-        ("[[40], [7, 64]]", [40, 7, 64], 1),
-        ("[\n[[40], [7]],\n[[64], [1]]\n]", [40, 7, 64, 1], 2),
-        ("[[40], [7]]\n[[64], [1]]\n", [40, 7, 64, 1], 2),
-        ("\n\n40\n7\n", [40, 7], 0),
-        ('"num_tokens"\n40\n7\n', [40, 7], 0),
-        ('"num_tokens","caption"\n40,"a"\n7,"b"\n', [40, 7], 0),
-    ],
-)
-def test_standard_input_is_recognised_by_its_beginning(monkeypatch, text, lengths, steps):
-    monkeypatch.setattr("sys.stdin", io.StringIO(text, newline=""))
-    samples = read_samples("-", None)
-    assert (list(samples.lengths), len(samples.steps), samples.bad_rows) == (lengths, steps, 0)
-
-
-@pytest.mark.parametrize("text", ["[40,\n 7,\n", '{\n  "num_tokens": 40\n}'])
-def test_standard_input_that_begins_as_json_is_refused_as_json(monkeypatch, text):
-    monkeypatch.setattr("sys.stdin", io.StringIO(text))
-    with pytest.raises(kf.ArgumentError, match=r"^LENGTHS: -: (not readable as JSON|got dict, expected a list)"):
-        read_samples("-", None)
-
 
 CLIP = 52 * 30 * 21  # tokens of 832 x 480 pixels and 81 frames in Wan: patches of 16 x 16 pixels and 4 frames
 
@@ -164,10 +134,11 @@ def write_all_formats(folder):
     texts = {
         "plain.txt": "5\n70\n\n900\n12\n",
         "list.json": "[5, 70, 900, 12]",
-        "objects.json": json.dumps([{"id": "a", "num_tokens": n} for n in lengths]),
+        "objects.json": json.dumps([{"id": "a", "num_tokens": n} for n in lengths], indent=1),
         "lines.jsonl": "".join(json.dumps({"num_tokens": n, "caption": "x"}) + "\n" for n in lengths),
         "table.csv": "caption,num_tokens\n" + "".join(f'"a, ""b""",{n}\n' for n in lengths),
         "table.tsv": "num_tokens\tcaption\n" + "".join(f"{n}\ta, b\n" for n in lengths),
+        "quoted.csv": '"num_tokens"\n5\n70\n900\n12\n',
         "bare.csv": "5\n70\n900\n12\n",
         "steps.json": "[[[5], [70]], [[900, 12], []]]",
         "steps.jsonl": "[[5], [70]]\n[[900, 12], []]\n",
@@ -182,22 +153,19 @@ def write_all_formats(folder):
 def test_every_format_is_read(tmp_path):
     lengths = write_all_formats(tmp_path)
     files = sorted(tmp_path.iterdir())
-    assert len(files) == 10
+    assert len(files) == 11
     for path in files:
         samples = read_samples(str(path), None)
         assert list(samples.lengths) == lengths, path.name
         assert samples.steps == ([[[5], [70]], [[900, 12], []]] if path.stem == "steps" else []), path.name
 
 
-@pytest.mark.parametrize(
-    ("name", "heading"), [("a.csv", "num_tokens\r\n"), ("a.txt", ""), ("a.csv", ""), ("-", "num_tokens\r\n"), ("-", "")]
-)
-def test_a_file_of_a_spreadsheet_loses_no_row(tmp_path, monkeypatch, name, heading):
+@pytest.mark.parametrize(("name", "heading"), [("a.csv", "num_tokens\r\n"), ("a.txt", ""), ("a.csv", "")])
+def test_a_file_of_a_spreadsheet_loses_no_row(tmp_path, name, heading):
     """It begins with a byte order mark."""
-    text = f"\ufeff{heading}5\r\n70\r\n"
-    monkeypatch.setattr("sys.stdin", io.StringIO(text, newline=""))
-    (tmp_path / name).write_bytes(text.encode())
-    samples = read_samples(name if name == "-" else str(tmp_path / name), None)
+    path = tmp_path / name
+    path.write_bytes(f"\ufeff{heading}5\r\n70\r\n".encode())
+    samples = read_samples(str(path), None)
     assert (list(samples.lengths), samples.bad_rows) == ([5, 70], 0)
 
 

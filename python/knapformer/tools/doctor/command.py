@@ -33,7 +33,7 @@ def add_parser(subparsers: Any) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     add(
         source, "lengths", nargs="?", metavar="LENGTHS", default=argparse.SUPPRESS,
-        help=f"tokens of each sample, or sizes that --model turns into them: .{', .'.join(FORMATS)}, or '-'; or as "
+        help=f"tokens of each sample, or sizes that --model turns into them: .{', .'.join(FORMATS)}; or as "
         "they were drawn: a list for each rank, or a list of such steps",
     )  # fmt: skip
     add(source, "--lengths", help="LENGTHS, as other commands take them")
