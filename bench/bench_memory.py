@@ -71,7 +71,7 @@ def memory_of_plans(args: argparse.Namespace) -> list[dict[str, Any]]:
     import torch.distributed as dist
     from knapformer.adapters.named import build_model, load_config, random_batch
     from knapformer.models import init_weights, set_checkpointing
-    from knapformer.tools.cost_args import trained_model
+    from knapformer.tools.cli_args import trained_model
     from knapformer.tools.doctor.memory import MemoryModel
 
     rank, num_ranks = dist.get_rank(), dist.get_world_size()

@@ -5,6 +5,7 @@ A way is a function of a Draw that yields what its optimizer steps compute. Need
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
@@ -233,16 +234,16 @@ def by_micro_batch(topology: str, max_tokens: int = 0) -> Way:
     return steps
 
 
-def planned_whole(topology: str, *, routed: bool | None = None, beside: Sequence[Step] = ()) -> Way:
+def planned_whole(topology: str, *, routed: bool | None = None, beside: Iterable[Step] = ()) -> Way:
     """All micro-batches of a step are planned at once. routed: as in Planning.plan. beside: the same steps planned
     otherwise, whose fullest rank is the limit where the draw has none."""
 
     def steps(draw: Draw) -> Iterator[Step]:
-        for number, batches in enumerate(draw.batches):
+        for batches, other in itertools.zip_longest(draw.batches, beside):
             start = time.perf_counter()
             whole = draw.planning.plan(
                 lengths_of_step(batches), topology, routed=routed, micro_batches=len(batches),
-                max_tokens_per_rank=draw.max_tokens or (beside[number].max_tokens if beside else 0),
+                max_tokens_per_rank=draw.max_tokens or (other.max_tokens if other else 0),
             )  # fmt: skip
             yield Step(whole.plans, plan_s=time.perf_counter() - start, whole=whole)
 

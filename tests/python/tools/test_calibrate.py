@@ -190,7 +190,7 @@ def test_ranks_measure_their_all_to_all(tmp_path: Path) -> None:
 
 def exchanges_of_two_nodes(rank: int, world_size: int) -> Any:
     import torch.distributed as dist
-    from knapformer.tools.calibrate.group import node_groups, time_exchanges
+    from knapformer.tools.calibrate.worker import node_groups, time_exchanges
 
     found: list[Any] = []
     for group in node_groups(2, torch.device("cpu")):

@@ -79,6 +79,7 @@ REPLAY_G4 = [*REPLAY, "--topology", "g4n1"]
         ([*SIMULATE, *TWO, "--model", "wan-tiny", "--max-text-tokens", "513"], "--max-text-tokens: got 513"),
         ([*SIMULATE, *TWO, "--keep-exchanges", "--no-checkpoint"], "--keep-exchanges: got it with --no-checkpoint"),
         ([*SIMULATE, "--data", "g2b1i256f1s0"], "--ranks: got none"),
+        ([*SIMULATE, "--data", "g2b1i256f1s0", "--ranks", "3"], "ranks: got 3, expected a positive multiple of the 2"),
         (["calibrate", "--lengths", "64,64"], "--lengths: got 1 lengths"),
         (["calibrate", "--lengths", "64,-1"], "--lengths: got '64,-1', expected counts"),
         (["calibrate", "--device", "cuda", "--ranks", "2"], "device: got 'cuda'"),

@@ -11,7 +11,7 @@ import torch
 from knapformer.adapters.named import build_model, load_config, random_batch
 from knapformer.calibration import FixedCost
 from knapformer.tools.cli import _parser, main
-from knapformer.tools.cost_args import settings_dict
+from knapformer.tools.cli_args import settings_dict
 from knapformer.tools.doctor.alternatives import alternatives, gain, ranked, sharing, simulate, static_sharing
 from knapformer.tools.doctor.memory import MemoryModel
 from knapformer.tools.doctor.source import Source

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from knapformer.adapters.named import load_config
-from knapformer.tools.cost_args import trained_model
+from knapformer.tools.cli_args import trained_model
 from knapformer.tools.simulate.results import Variant, figures, sentences
 from knapformer.tools.simulate.steps import Simulation, StepData, VariantStep
 from knapformer.tools.simulate.worker import balancer_of
@@ -233,7 +233,6 @@ def test_a_limit_that_a_later_step_cannot_keep_is_refused_before_any_rank_starts
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_ranks": 3}, "ranks: got 3"),
         ({"topology": ()}, "topology: got none"),
         ({"way": ("static_4",)}, "way: got 'static_4', expected one that 2 ranks allow"),
         ({"micro_batches": 2, "max_tokens_per_rank": 3}, "max_tokens_per_rank: got 3"),

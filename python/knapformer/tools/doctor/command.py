@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from knapformer import ArgumentError, Cluster
-from knapformer.tools import cli_args, cost_args
+from knapformer.tools import cli_args
 from knapformer.tools.cli_args import add
 from knapformer.tools.doctor.alternatives import Result, alternatives, baselines, ranked, sharing, simulate
 from knapformer.tools.doctor.findings import Findings
@@ -81,7 +81,7 @@ def _columns(text: str) -> dict[str, str]:
 def run(args: argparse.Namespace) -> int:
     """Returns the exit status."""
     preset = preset_named(args.model)
-    planning = cost_args.planning(
+    planning = cli_args.planning(
         args, model=preset.trained_model(), own_fixed=True, d_model=args.d_model or preset.d_model, effort="low"
     )
     source = Source(args, preset)
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
         memory, fit = _memory(args, source, preset, planning)
         max_tokens = min(filter(None, (fit, args.max_tokens_per_rank)), default=0)
         draw = Draw(planning, source.batches(args.micro_batches), source.pool, args.seed, max_tokens)
-        cost_args.warn_if_far(args, planning, [[list(source.pool)]])
+        cli_args.warn_if_far(args, planning, [[list(source.pool)]])
         ranking, results = ranked(draw), list[Result]()
         for alternative in alternatives(draw, sharing(ranking)):
             progress.describe(f"simulating {alternative.name}")

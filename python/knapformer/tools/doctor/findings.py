@@ -13,7 +13,7 @@ from typing import Any
 
 from knapformer import TopologyOption, attention_pairs
 from knapformer._core import DEFAULT_GAMMA
-from knapformer.tools import cost_args
+from knapformer.tools import cli_args
 from knapformer.tools.doctor.alternatives import MAX_BATCHES, Result, gain
 from knapformer.tools.doctor.memory import MemoryModel
 from knapformer.tools.doctor.source import Source
@@ -126,7 +126,7 @@ class Findings:
             "mask": planning.mask,
             "share_of_pairs": self.share_of_pairs,
             "max_tokens_that_fit": draw.max_tokens or None,
-            **cost_args.settings_dict(planning),
+            **cli_args.settings_dict(planning),
             "alternatives": [
                 {"key": of.alternative.key, "change": of.alternative.change, "effect": of.alternative.effect, **row}
                 for of, row in zip(self.results, self.figures, strict=True)
@@ -216,7 +216,7 @@ class Findings:
         default = ", the default of --model" if preset.name == DEFAULT_PRESET else ""
         limit = f"at most {draw.max_tokens:,} tokens of a rank" if draw.max_tokens else "memory is not limited"
         lines = [
-            cost_args.assumed(self.args, draw.planning, limit),
+            cli_args.assumed(self.args, draw.planning, limit),
             f"Model: {preset.name}{default}, of width {draw.planning.d_model}. Ranks: {source.num_ranks:,}, "
             f"{digits(draw.batch_size)} samples x {draw.micro_batches} micro-batches each, {len(draw.batches)} steps; "
             "FSDP2: ranks wait in every micro-batch.",

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from knapformer import ArgumentError, Cluster, DataMix, Plan, Topology
-from knapformer.tools import cli_args, cost_args
+from knapformer.tools import cli_args
 from knapformer.tools.cli_args import DRAW, add
 from knapformer.tools.files import cells_of, show, table_of, write, write_json
 from knapformer.tools.ways import (
@@ -69,7 +69,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     if args.topology is None:
         raise ArgumentError("--topology: got none, expected bags of ranks such as g8n4, or auto")
-    planning = cost_args.planning(args)
+    planning = cli_args.planning(args)
     ranks = [None] if args.ranks is None else cli_args.counts(args.ranks, "--ranks", cli_args.MAX_RANKS)
     draws = [
         Draw(planning, cli_args.batches_of(args, num_ranks), seed=args.seed, max_tokens=args.max_tokens_per_rank)
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> None:
             if topology != "auto":
                 Topology(topology_for(topology, draw.num_ranks), draw.num_ranks)
     lengths = draws[0].batches[0]
-    cost_args.warn_if_far(args, planning, lengths)
+    cli_args.warn_if_far(args, planning, lengths)
     plan, took_s = _first_plan(args, draws[0])
     points = []
     if any(lens for of_ranks in lengths for lens in of_ranks):
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> None:
             "num_steps": args.steps,
             **{name: getattr(args, name) for name in options},
             "peak_tflops": _peak_tflops(args),
-            **cost_args.settings_dict(planning),
+            **cli_args.settings_dict(planning),
             "points": points,
         })  # fmt: skip
     if "-" in (args.json, args.predictions):
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> None:
         _print_made(plan, took_s)
     if points:
         _print_points(points, args.steps)
-    show(cost_args.assumed(args, planning))
+    show(cli_args.assumed(args, planning))
 
 
 def topology_for(text: str, num_ranks: int) -> str:

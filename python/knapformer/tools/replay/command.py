@@ -12,7 +12,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from knapformer import ArgumentError, Plan, Topology
-from knapformer.tools import cli_args, cost_args
+from knapformer.tools import cli_args
 from knapformer.tools.cli_args import DRAW, add
 from knapformer.tools.files import Progress, cells_of, show, table_of, write_json
 from knapformer.tools.launch import use_device
@@ -60,14 +60,14 @@ def run(args: argparse.Namespace) -> None:
     device = use_device(args.device)
     args.model = args.model or _DEFAULT_MODELS[device.type]
     config, dtype = load_config(args.model), args.dtype or default_dtype(device)
-    planning = cost_args.planning(args, d_model=config.d_model, mask=config.mask)
+    planning = cli_args.planning(args, d_model=config.d_model, mask=config.mask)
     # Costs that do not follow from a plan are either measured here or not known.
     cluster = planning.cluster.replace(fixed_s=0.0, host_s_per_piece=0.0)
-    model = cost_args.trained_model(config, DTYPES[dtype], args.recomputes, of=planning.model)
+    model = cli_args.trained_model(config, DTYPES[dtype], args.recomputes, of=planning.model)
     planning = replace(planning, cluster=cluster, model=model)
     ways = _ways(args, config, planning)
     lens = [plan.seq_lens for steps in ways.values() for step in steps for plan in step.plans]
-    cost_args.warn_if_far(args, planning, lens, device_name(device))
+    cli_args.warn_if_far(args, planning, lens, device_name(device))
 
     mode = "lora" if model.mode == "lora" else "training"
     replayer = Replayer(config, device, DTYPES[dtype], args.recomputes, mode)
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> None:
         "gamma": planning.gamma,
         "peak_tflops": args.peak_tflops,
         "noise": noise,
-        "cluster": cost_args.settings_dict(planning),
+        "cluster": cli_args.settings_dict(planning),
         "variants": variants,
         "environment": environment(device),
     })  # fmt: skip
@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> None:
         ),
         "Corr. and spread: of ranks' measured seconds with their planned work (- where that is even), and per FLOP."
         + noise_text,
-        cost_args.assumed(args, planning),
+        cli_args.assumed(args, planning),
     )
 
 

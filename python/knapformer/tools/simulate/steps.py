@@ -11,7 +11,8 @@ import argparse
 import itertools
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import cast
 
 from knapformer import ArgumentError, DataMix, Plan, Sample
 from knapformer.adapters.named import ModelConfig
@@ -23,9 +24,10 @@ from knapformer.tools.ways import (
     Lengths,
     Planning,
     Step,
+    at_home,
     batches_of_step,
     by_micro_batch,
-    lengths_of_step,
+    planned_whole,
 )
 
 
@@ -85,8 +87,6 @@ class Simulation:
 
     def __post_init__(self) -> None:
         args = self.args
-        if self.mix is not None:
-            self.mix.check_divides(self.num_ranks)
         if not args.topology and args.micro_batches is None and not args.way:
             raise ArgumentError("--topology: got none, expected at least one, --micro-batches, or a --way")
         if others := set(args.way) - {of.key for of in baselines(self.num_ranks)}:
@@ -126,16 +126,6 @@ class Simulation:
 
         return StepData(self.model, [[list(map(seeded, of)) for of in of_rank] for of_rank in sizes])
 
-    def _plan_step(self, data: StepData) -> Plan:
-        """As BalancedBatchSampler makes it: whole samples, where possible at least one on every rank in every
-        micro-batch. A fixed time, which is the same in every plan, would hide how far a plan is from the best."""
-        limit = self.args.max_tokens_per_rank or max(sum(lens) for batch in data.batches for lens in batch)
-        planned = self.planning.plan(
-            lengths_of_step(data.batches), f"g1n{self.num_ranks}", routed=False, micro_batches=len(data.batches),
-            cluster=self.planning.cluster.replace(fixed_s=0.0), max_tokens_per_rank=limit,
-        )  # fmt: skip
-        return planned.fill_ranks()
-
     def variants(self) -> Iterator[dict[str, VariantStep]]:
         """Of each step, warm-up ones first, what each variant computes. The others are compared with the first."""
         args = self.args
@@ -165,6 +155,14 @@ class Simulation:
         for topology in args.topology:
             found[topology] = map(VariantStep, drawn, by_micro_batch(topology, self.limit)(draw))
         if args.micro_batches is not None:
-            found[PLANNED_STEP] = (alone(data.as_planned(self._plan_step(data))) for data in drawn)
+            # As BalancedBatchSampler plans: whole samples, where possible at least one on every rank in every
+            # micro-batch. A fixed time, which is the same in every plan, would hide how far a plan is from the best.
+            cluster = self.planning.cluster.replace(fixed_s=0.0)
+            whole = planned_whole(f"g1n{self.num_ranks}", routed=False, beside=at_home(draw))
+            planned = whole(replace(draw, planning=replace(self.planning, cluster=cluster)))
+            found[PLANNED_STEP] = (
+                alone(data.as_planned(cast(Plan, step.whole).fill_ranks()))
+                for data, step in zip(drawn, planned, strict=True)
+            )
         for steps in zip(*found.values(), strict=False):
             yield dict(zip(found, steps, strict=True))
