@@ -7,7 +7,6 @@
 #include <string>
 #include <vector>
 
-#include "knapformer/core/cost/accumulation.h"
 #include "knapformer/core/cost/bounds.h"
 #include "knapformer/core/model/data_mix.h"
 #include "knapformer/core/planners/planner.h"

@@ -17,7 +17,6 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 PAGES = {"index.md": "README.md"} | {page: page for page in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")}
-HIDDEN = "json_fields.h"  # of no public header
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -75,8 +74,6 @@ def _headers(layer: str) -> str:
     """Every public header of a layer: what it is for, and all of it."""
     text = [f"# C++: knapformer::{layer}\n", "The headers, as they are installed. See [From C++](../cpp.md).\n"]
     for path in sorted((ROOT / "knapformer" / layer).rglob("*.h")):
-        if path.name == HIDDEN:
-            continue
         lines = path.read_text().splitlines()
         end = next(i for i, line in enumerate(lines) if not line.startswith("//"))
         opening = "\n".join(line.removeprefix("//").removeprefix(" ") for line in lines[:end])

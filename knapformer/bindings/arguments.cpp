@@ -90,6 +90,8 @@ std::string solver_from(py::handle object) {
   return object.is_none() ? std::string(planners().front().name) : text_from(object, "solver");
 }
 
+Mask mask_from(py::handle mask) { return Mask::parse(text_from(mask, "mask")); }
+
 int64_t width_from(py::handle object) {
   if (object.is_none()) throw_argument("d_model", "None", "the width of the blocks, in features");
   return integer_from(object, "d_model");

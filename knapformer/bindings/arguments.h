@@ -12,6 +12,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <vector>
 
 #include "knapformer/core/model/cluster.h"
@@ -56,6 +57,7 @@ T& instance_from(pybind11::handle object, std::string_view argument, std::string
 }
 /// None stands for the default.
 std::string solver_from(pybind11::handle object);
+Mask mask_from(pybind11::handle mask);
 /// d_model.
 int64_t width_from(pybind11::handle object);
 /// A name, a number of moves, or None for the default.
@@ -68,6 +70,18 @@ TrainedModel model_from(pybind11::handle object);
 /// The settings that all plans of a run share. cost: a knapformer.Cost, of which d_model, mask, sync and effort are
 /// left to the caller.
 PlanInput settings_from(pybind11::handle cost, pybind11::handle max_tokens_per_rank);
+
+/// Adds read-only properties to a class: each with its name, what it says, and the member or function that gives it.
+template <class... Options>
+auto properties_of(pybind11::class_<Options...>& bound) {
+  return [&bound](const char* name, const char* doc, auto get) {
+    if constexpr (std::is_member_object_pointer_v<decltype(get)>) {
+      bound.def_readonly(name, get, doc);
+    } else {
+      bound.def_property_readonly(name, get, doc);
+    }
+  };
+}
 
 /// The function for interrupt_check: throws what a signal raises. It acts on the main thread alone, to which Python
 /// gives signals.

@@ -2,11 +2,9 @@
 #include <pybind11/stl.h>
 
 #include "knapformer/bindings/arguments.h"
-#include "knapformer/bindings/core_bindings.h"
 #include "knapformer/core/model/data_mix.h"
 #include "knapformer/core/model/mask.h"
 #include "knapformer/core/model/topology.h"
-#include "knapformer/core/model/workload.h"
 #include "knapformer/core/plan/plan.h"
 #include "knapformer/core/util/error.h"
 
@@ -14,8 +12,6 @@ namespace py = pybind11;
 using namespace knapformer;  // NOLINT: this file is nothing but names of the core
 
 namespace {
-
-Mask mask_from(py::handle mask) { return Mask::parse(text_from(mask, "mask")); }
 
 uint64_t seed_from(py::handle seed) {
   try {
@@ -25,44 +21,7 @@ uint64_t seed_from(py::handle seed) {
   }
 }
 
-void bind_workload(py::module_& m) {
-  py::class_<WorkloadModel>(m, "WorkloadModel", "FLOPs of one transformer block: 24 l d^2 + gamma * 4 l^2 d.")
-      .def(py::init([](const py::object& gamma) {
-             const WorkloadModel model{.gamma = number_from(gamma, "gamma")};
-             model.validate();
-             return model;
-           }),
-           py::arg("gamma") = kDefaultGamma)
-      .def_readonly("gamma", &WorkloadModel::gamma,
-                    "The cost of a FLOP of attention over that of a FLOP of the matrix products.")
-      .def(
-          "work",
-          [](const WorkloadModel& w, const py::object& seq_len, const py::object& d_model, const py::object& mask) {
-            return w.work(integer_from(seq_len, "seq_len"), integer_from(d_model, "d_model"), mask_from(mask));
-          },
-          py::arg("seq_len"), py::arg("d_model"), py::arg("mask") = "full", "FLOPs of a whole sequence, forward.")
-      .def(py::self == py::self)
-      .def(py::pickle([](const WorkloadModel& w) { return py::float_(w.gamma); },
-                      [](const py::float_& gamma) { return WorkloadModel{.gamma = gamma}; }))
-      .def("__repr__", [](const WorkloadModel& w) { return text("WorkloadModel(gamma=", w.gamma, ")"); });
-
-  py::class_<WorkloadFit>(m, "WorkloadFit", "k and gamma of t = k (24 l d^2 + gamma 4 l^2 d), fitted by least squares.")
-      .def_readonly("seconds_per_flop", &WorkloadFit::seconds_per_flop, "k, in seconds per FLOP.")
-      .def_readonly("gamma", &WorkloadFit::gamma,
-                    "The cost of a FLOP of attention over that of a FLOP of the matrix products.")
-      .def_readonly("relative_rms_error", &WorkloadFit::relative_rms_error,
-                    "Root mean square of (fitted - measured) / measured.")
-      .def_readonly("relative_rms_error_without_gamma", &WorkloadFit::relative_rms_error_without_gamma,
-                    "The same for gamma 1 and the k that is best with it.")
-      .def("__repr__", [](const WorkloadFit& f) {
-        return text("WorkloadFit(seconds_per_flop=", f.seconds_per_flop, ", gamma=", f.gamma,
-                    ", relative_rms_error=", f.relative_rms_error, ")");
-      });
-  m.def("fit_workload", [](py::handle seq_lens, py::handle latencies_s, py::handle d_model, py::handle mask) {
-    return fit_workload(list_from<int64_t>(seq_lens, "seq_lens", "a list of lengths", "an integer", as_integer),
-                        numbers_from(latencies_s, "latencies_s"), integer_from(d_model, "d_model"), mask_from(mask));
-  });
-
+void bind_masks(py::module_& m) {
   m.attr("MASK_FORMS") = Mask::kForms;
   m.attr("DEFAULT_GAMMA") = kDefaultGamma;
   m.attr("MAX_MAGNITUDE") = kMaxMagnitude;
@@ -83,11 +42,6 @@ void bind_topology(py::module_& m) {
            py::arg("text"), py::arg("num_ranks") = py::none(),
            "Parses one replica, repeated over `num_ranks` ranks where given. Raises ArgumentError.")
       .def_property_readonly("num_ranks", &Topology::num_ranks, "How many ranks all replicas have.")
-      .def_property_readonly("num_replicas", &Topology::num_replicas, "How often the text's bags are repeated.")
-      .def_property_readonly("num_ranks_per_replica", &Topology::num_ranks_per_replica,
-                             "How many ranks the text's bags have.")
-      .def_property_readonly("is_flat", &Topology::is_flat,
-                             "Whether all ranks of a bag share each of its sequences: no bag is nested.")
       .def_property_readonly(
           "bags",
           [](const Topology& t) {
@@ -101,12 +55,6 @@ void bind_topology(py::module_& m) {
             return bags;
           },
           "The ranks of each bag, over all replicas.")
-      .def(
-          "bag_of",
-          [](const Topology& t, const py::object& rank) {
-            return t.bag_of(Rank(integer_from<int32_t>(rank, "rank", 0, t.num_ranks() - 1))).value;
-          },
-          py::arg("rank"), "The number of the bag that a rank is in.")
       .def(py::self == py::self)
       .def(py::pickle(
           [](const Topology& t) { return std::pair(t.str(), int64_t{t.num_ranks()}); },
@@ -170,7 +118,7 @@ void bind_data_mix(py::module_& m) {
 }  // namespace
 
 void bind_model(py::module_& m) {
-  bind_workload(m);
+  bind_masks(m);
   bind_topology(m);
   bind_data_mix(m);
 }

@@ -5,10 +5,9 @@
 #include <map>
 
 #include "knapformer/bindings/arguments.h"
-#include "knapformer/bindings/core_bindings.h"
-#include "knapformer/core/cost/accumulation.h"
 #include "knapformer/core/cost/bounds.h"
-#include "knapformer/core/plan/plan_json.h"
+#include "knapformer/core/cost/plan_json.h"
+#include "knapformer/core/cost/step_time.h"
 #include "knapformer/core/plan/step_plan.h"
 #include "knapformer/core/planners/whole_step/fill_ranks.h"
 #include "knapformer/core/util/error.h"
@@ -161,12 +160,6 @@ std::vector<std::tuple<int32_t, int64_t, int64_t>> chunks_on(const StepPlan& pla
   return held;
 }
 
-std::string to_json(const StepPlan& plan) {
-  std::vector<PlanPrediction> of_plans;
-  for (const Plan& micro_batch : plan.plans()) of_plans.push_back(prediction_of(micro_batch));
-  return plan_to_json(plan, prediction_of(plan), of_plans);
-}
-
 std::string describe(const StepPlan& plan) {
   const std::string several =
       plan.num_micro_batches() == 1
@@ -181,56 +174,106 @@ std::string describe(const StepPlan& plan) {
 }  // namespace
 
 void bind_plan(py::module_& m) {
-  py::class_<StepPlan, std::shared_ptr<StepPlan>>(
+  py::class_<StepPlan, std::shared_ptr<StepPlan>> plan(
       m, "Plan",
       "Which ranks hold which tokens of every sequence of a step, and in which of its micro-batches. Constant; equal "
       "inputs give equal plans.\n\nA plan of several micro-batches numbers the sequences of the whole step. What is "
-      "said per rank is then the sum, or the list, of all micro-batches; `plans` has them one by one.")
-      .def_property_readonly(
-          "topology", [](const StepPlan& p) { return p.input().sequences.topology; }, "The bags, over all ranks.")
-      .def_property_readonly(
-          "workload", [](const StepPlan& p) { return p.input().sequences.workload; },
-          "The FLOP formula that the plan was made with.")
-      .def_property_readonly(
-          "d_model", [](const StepPlan& p) { return p.input().sequences.d_model; }, "Width of the blocks, in features.")
-      .def_property_readonly("solver", &StepPlan::solver, "The name of the solver that made the plan.")
-      .def_property_readonly("num_ranks", &StepPlan::num_ranks, "How many ranks all replicas have.")
-      .def_property_readonly(
-          "num_sequences", [](const StepPlan& p) { return p.seq_lens().num_sequences(); },
-          "How many sequences all ranks have.")
-      .def_property_readonly("num_tokens", &StepPlan::num_tokens, "How many tokens all sequences have.")
-      .def_property_readonly(
-          "seq_lens",
-          [](const StepPlan& p) {
-            std::vector<std::vector<int64_t>> lens;
-            for (int32_t r = 0; r < p.num_ranks(); ++r) {
-              const auto of_rank = p.seq_lens().lens(Rank(r));
-              lens.emplace_back(of_rank.begin(), of_rank.end());
-            }
-            return lens;
-          },
-          "Per home rank, the lengths of its sequences, in tokens.")
-      .def_property_readonly("num_micro_batches", &StepPlan::num_micro_batches,
-                             "How many the step has; some may be empty.")
-      .def_property_readonly(
-          "micro_batches",
-          [](const StepPlan& p) { return std::vector<int32_t>(p.micro_batches().begin(), p.micro_batches().end()); },
-          "Per sequence, the micro-batch that computes it.")
-      .def_property_readonly(
-          "sync", [](const StepPlan& p) { return step_sync_name(p.input().sync); },
-          "Where ranks wait for each other: in every 'micro_batch', or once, at the end of the 'step'.")
-      .def_property_readonly(
-          "plans",
-          [](const py::object& self) {
-            const auto& step = self.cast<const StepPlan&>();
-            py::list plans;
-            for (int32_t k = 0; k < step.num_micro_batches(); ++k)
-              plans.append(step.num_micro_batches() == 1 ? self
-                                                         : py::cast(std::make_shared<StepPlan>(step.plans()[k])));
-            return plans;
-          },
-          "Per micro-batch, a plan of its sequences, which numbers these alone: see sequences_of.")
-      .def(
+      "said per rank is then the sum, or the list, of all micro-batches; `plans` has them one by one.");
+  const auto property = properties_of(plan);
+  property("topology", "The bags, over all ranks.", [](const StepPlan& p) { return p.input().sequences.topology; });
+  property("workload", "The FLOP formula that the plan was made with.",
+           [](const StepPlan& p) { return p.input().sequences.workload; });
+  property("d_model", "Width of the blocks, in features.",
+           [](const StepPlan& p) { return p.input().sequences.d_model; });
+  property("solver", "The name of the solver that made the plan.", &StepPlan::solver);
+  property("num_ranks", "How many ranks all replicas have.", &StepPlan::num_ranks);
+  property("num_sequences", "How many sequences all ranks have.",
+           [](const StepPlan& p) { return p.seq_lens().num_sequences(); });
+  property("num_tokens", "How many tokens all sequences have.", &StepPlan::num_tokens);
+  property("seq_lens", "Per home rank, the lengths of its sequences, in tokens.", [](const StepPlan& p) {
+    std::vector<std::vector<int64_t>> lens;
+    for (int32_t r = 0; r < p.num_ranks(); ++r) {
+      const auto of_rank = p.seq_lens().lens(Rank(r));
+      lens.emplace_back(of_rank.begin(), of_rank.end());
+    }
+    return lens;
+  });
+  property("num_micro_batches", "How many the step has; some may be empty.", &StepPlan::num_micro_batches);
+  property("micro_batches", "Per sequence, the micro-batch that computes it.",
+           [](const StepPlan& p) { return std::vector<int32_t>(p.micro_batches().begin(), p.micro_batches().end()); });
+  property("sync", "Where ranks wait for each other: in every 'micro_batch', or once, at the end of the 'step'.",
+           [](const StepPlan& p) { return step_sync_name(p.input().sync); });
+  property(
+      "plans", "Per micro-batch, a plan of its sequences, which numbers these alone: see sequences_of.",
+      [](const py::object& self) {
+        const auto& step = self.cast<const StepPlan&>();
+        py::list plans;
+        for (int32_t k = 0; k < step.num_micro_batches(); ++k)
+          plans.append(step.num_micro_batches() == 1 ? self : py::cast(std::make_shared<StepPlan>(step.plans()[k])));
+        return plans;
+      });
+  property("bag_of_sequence", "Per sequence, the number of the bag that holds it.",
+           per_sequence([](const Placement& p) { return p.bag.value; }));
+  property("first_rank_of_sequence", "Per sequence, the first of the consecutive ranks that hold it.",
+           per_sequence([](const Placement& p) { return p.first_rank.value; }));
+  property("degree_of_sequence", "How many consecutive ranks share each sequence.",
+           per_sequence([](const Placement& p) { return p.degree; }));
+  property("query_parts",
+           "By degree, into how many parts the ranks that share a sequence cut its queries. Empty: they cut heads "
+           "alone.",
+           by_degree(&QueryCut::num_parts));
+  property("stages", "By degree, in how many stages keys and values travel, all but the first while attention runs.",
+           by_degree(&QueryCut::num_stages));
+  property("parts_of_sequence",
+           "Per sequence, the parts into which its ranks cut its queries, in rank order: tuples (first "
+           "query, queries, first key, keys, pairs).",
+           &parts_of_sequence);
+  property("chunk_lens", "Per rank, the tokens of the chunks that it holds, in row order.",
+           per_chunk([](const Chunk& c, SequenceId) { return c.num_tokens; }));
+  property("sequences_on", "Per rank, the sequence of each of its chunks, in row order.",
+           per_chunk([](const Chunk&, SequenceId id) { return id.value; }));
+  property("chunks", "Tuples (sequence, rank, first token, tokens), in sequence order.", &chunks);
+  property("workload_before", "Per rank, FLOPs of one block forward where every sequence stays at home.",
+           summed(&Plan::workload_before));
+  property("workload_after", "Per rank, FLOPs of one block forward under the plan.", summed(&Plan::workload_after));
+  property("tokens_before", "Per rank, the tokens of its own sequences.", summed(&Plan::tokens_before));
+  property("tokens_after", "Per rank, the tokens that it holds under the plan.", summed(&Plan::tokens_after));
+  property("wir_before", "Highest over lowest workload of a rank; infinite where a rank has none.",
+           [](const StepPlan& p) { return balance_before(p).wir(); });
+  property("wir_after", "The same under the plan.", [](const StepPlan& p) { return balance_after(p).wir(); });
+  property("max_over_mean_before",
+           "Highest workload of a rank over the mean, where every sequence stays at home; 1 is even.",
+           [](const StepPlan& p) { return balance_before(p).max_over_mean(); });
+  property("max_over_mean_after", "The same under the plan.",
+           [](const StepPlan& p) { return balance_after(p).max_over_mean(); });
+  property("max_tokens", "Tokens of the fullest rank of any micro-batch.", &StepPlan::max_tokens);
+  property("tokens_moved", "Tokens held by another rank than their home.", &StepPlan::tokens_moved);
+  property("attention_tokens_moved", "Tokens that leave their rank in each all-to-all of an attention.",
+           &StepPlan::attention_tokens_moved);
+  property("exchanged_fraction", "attention_tokens_moved over num_tokens.", &StepPlan::exchanged_fraction);
+  property("predicted_time", "Predicted seconds of the step.",
+           [](const StepPlan& p) { return predict_accumulated(p).total_s; });
+  property("predicted_times",
+           "Per micro-batch, predicted seconds. They add up to predicted_time where ranks wait in every micro-batch.",
+           [](const StepPlan& p) { return predict_accumulated(p).micro_batch_s; });
+  property("lower_bound",
+           "No plan of these sequences, this topology and this number of micro-batches takes fewer seconds.",
+           [](const StepPlan& p) { return lower_bound_s(p.input()); });
+  property("gap", "predicted_time / lower_bound - 1: how far from the best this plan may be.",
+           [](const StepPlan& p) { return prediction_of(p).gap(); });
+  property("ideal_time",
+           "Seconds of the step with the work spread evenly and no exchange, plus the fixed time of each micro-batch.",
+           [](const StepPlan& p) { return predict_accumulated(p).ideal_s; });
+  property("cluster", "The cluster that times are predicted with.",
+           [](const StepPlan& p) { return p.input().sequences.cluster; });
+  property("model", "The model that a step runs.", [](const StepPlan& p) { return p.input().sequences.model; });
+  property("sequence_works", "Per sequence, FLOPs of one block forward.", &sequence_works);
+  property("chunk_works", "For each of `chunks`, FLOPs of one block forward that are done on its rank.", &chunk_works);
+  property("attention_pairs",
+           "Per sequence, how many (query, key) pairs its mask leaves. Empty: full attention everywhere.",
+           [](const StepPlan& p) { return p.input().sequences.attention_pairs; });
+  property("masks", "Per sequence, the text of its mask. Empty: full attention everywhere, or not known.", &masks);
+  plan.def(
           "sequences_of",
           [](const StepPlan& p, const py::object& micro_batch) {
             std::vector<int32_t> ids;
@@ -252,93 +295,17 @@ void bind_plan(py::module_& m) {
       .def("fill_ranks", &fill_ranks,
            "The plan, changed so that every rank has a sequence in every micro-batch, as far as there are sequences "
            "for it: short ones move, and shared ones where a rank takes no whole ones.")
-      .def_property_readonly("bag_of_sequence", per_sequence([](const Placement& p) { return p.bag.value; }),
-                             "Per sequence, the number of the bag that holds it.")
-      .def_property_readonly("first_rank_of_sequence",
-                             per_sequence([](const Placement& p) { return p.first_rank.value; }),
-                             "Per sequence, the first of the consecutive ranks that hold it.")
-      .def_property_readonly("degree_of_sequence", per_sequence([](const Placement& p) { return p.degree; }),
-                             "How many consecutive ranks share each sequence.")
-      .def_property_readonly(
-          "query_parts", by_degree(&QueryCut::num_parts),
-          "By degree, into how many parts the ranks that share a sequence cut its queries. Empty: they cut heads "
-          "alone.")
-      .def_property_readonly(
-          "stages", by_degree(&QueryCut::num_stages),
-          "By degree, in how many stages keys and values travel, all but the first while attention runs.")
-      .def_property_readonly(
-          "parts_of_sequence", &parts_of_sequence,
-          "Per sequence, the parts into which its ranks cut its queries, in rank order: tuples (first "
-          "query, queries, first key, keys, pairs).")
-      .def_property_readonly("chunk_lens", per_chunk([](const Chunk& c, SequenceId) { return c.num_tokens; }),
-                             "Per rank, the tokens of the chunks that it holds, in row order.")
-      .def_property_readonly("sequences_on", per_chunk([](const Chunk&, SequenceId id) { return id.value; }),
-                             "Per rank, the sequence of each of its chunks, in row order.")
-      .def_property_readonly("chunks", &chunks, "Tuples (sequence, rank, first token, tokens), in sequence order.")
-      .def_property_readonly("workload_before", summed(&Plan::workload_before),
-                             "Per rank, FLOPs of one block forward where every sequence stays at home.")
-      .def_property_readonly("workload_after", summed(&Plan::workload_after),
-                             "Per rank, FLOPs of one block forward under the plan.")
-      .def_property_readonly("tokens_before", summed(&Plan::tokens_before),
-                             "Per rank, the tokens of its own sequences.")
-      .def_property_readonly("tokens_after", summed(&Plan::tokens_after),
-                             "Per rank, the tokens that it holds under the plan.")
-      .def_property_readonly(
-          "wir_before", [](const StepPlan& p) { return balance_before(p).wir(); },
-          "Highest over lowest workload of a rank; infinite where a rank has none.")
-      .def_property_readonly(
-          "wir_after", [](const StepPlan& p) { return balance_after(p).wir(); }, "The same under the plan.")
-      .def_property_readonly(
-          "max_over_mean_before", [](const StepPlan& p) { return balance_before(p).max_over_mean(); },
-          "Highest workload of a rank over the mean, where every sequence stays at home; 1 is even.")
-      .def_property_readonly(
-          "max_over_mean_after", [](const StepPlan& p) { return balance_after(p).max_over_mean(); },
-          "The same under the plan.")
-      .def_property_readonly("max_tokens", &StepPlan::max_tokens, "Tokens of the fullest rank of any micro-batch.")
-      .def_property_readonly("tokens_moved", &StepPlan::tokens_moved, "Tokens held by another rank than their home.")
-      .def_property_readonly("attention_tokens_moved", &StepPlan::attention_tokens_moved,
-                             "Tokens that leave their rank in each all-to-all of an attention.")
-      .def_property_readonly("exchanged_fraction", &StepPlan::exchanged_fraction,
-                             "attention_tokens_moved over num_tokens.")
-      .def_property_readonly(
-          "predicted_time", [](const StepPlan& p) { return predict_accumulated(p).total_s; },
-          "Predicted seconds of the step.")
-      .def_property_readonly(
-          "predicted_times", [](const StepPlan& p) { return predict_accumulated(p).micro_batch_s; },
-          "Per micro-batch, predicted seconds. They add up to predicted_time where ranks wait in every micro-batch.")
-      .def_property_readonly(
-          "lower_bound", [](const StepPlan& p) { return lower_bound_s(p.input()); },
-          "No plan of these sequences, this topology and this number of micro-batches takes fewer seconds.")
-      .def_property_readonly(
-          "gap", [](const StepPlan& p) { return prediction_of(p).gap(); },
-          "predicted_time / lower_bound - 1: how far from the best this plan may be.")
-      .def_property_readonly(
-          "ideal_time", [](const StepPlan& p) { return predict_accumulated(p).ideal_s; },
-          "Seconds of the step with the work spread evenly and no exchange, plus the fixed time of each micro-batch.")
-      .def_property_readonly(
-          "cluster", [](const StepPlan& p) { return p.input().sequences.cluster; },
-          "The cluster that times are predicted with.")
-      .def_property_readonly(
-          "model", [](const StepPlan& p) { return p.input().sequences.model; }, "The model that a step runs.")
       .def("on", &on, py::arg("cluster") = py::none(), py::arg("model") = py::none(), py::arg("gamma") = py::none(),
            "The same decision on another cluster, for another model, or at another gamma: None leaves the plan's own. "
            "Raises ArgumentError.")
-      .def_property_readonly("sequence_works", &sequence_works, "Per sequence, FLOPs of one block forward.")
-      .def_property_readonly("chunk_works", &chunk_works,
-                             "For each of `chunks`, FLOPs of one block forward that are done on its rank.")
-      .def_property_readonly(
-          "attention_pairs", [](const StepPlan& p) { return p.input().sequences.attention_pairs; },
-          "Per sequence, how many (query, key) pairs its mask leaves. Empty: full attention everywhere.")
-      .def_property_readonly("masks", &masks,
-                             "Per sequence, the text of its mask. Empty: full attention everywhere, or not known.")
       .def("validate", &StepPlan::validate,
            "Checks every promise of a plan; raises StateError with the first one broken.")
-      .def("to_json", &to_json, "The plan as text, to be read by from_json.")
+      .def("to_json", &plan_to_json, "The plan as text, to be read by from_json.")
       .def_static(
           "from_json", [](const py::object& json) { return plan_from_json(text_from(json, "json")); }, py::arg("json"),
           "The plan that to_json wrote. Raises ArgumentError where the text holds no plan, or no valid one.")
       .def(py::self == py::self)
-      .def(py::pickle([](const StepPlan& p) { return py::str(to_json(p)); },
+      .def(py::pickle([](const StepPlan& p) { return py::str(plan_to_json(p)); },
                       [](const py::str& s) { return plan_from_json(s.cast<std::string>()); }))
       .def("__repr__", &describe);
 }

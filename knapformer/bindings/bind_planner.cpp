@@ -4,7 +4,6 @@
 #include <iterator>
 
 #include "knapformer/bindings/arguments.h"
-#include "knapformer/bindings/core_bindings.h"
 #include "knapformer/core/model/mask.h"
 #include "knapformer/core/plan/heads.h"
 #include "knapformer/core/planners/planner.h"
@@ -117,14 +116,14 @@ std::vector<TopologyOption> rank_topologies_of(py::handle batches, py::handle co
                                                py::handle masks, py::handle work) {
   PlanInput common = settings_from(cost, max_tokens_per_rank);
   common.d_model = width_from(cost.attr("d_model"));
-  const std::string mask = text_from(cost.attr("mask"), "mask");
+  const Mask mask = mask_from(cost.attr("mask"));
   std::vector<PlanInput> inputs;
   for_each_item(batches, "batches", "a list of batches: of each, for each rank a list of lengths",
                 [&](py::handle batch) {
                   const std::string argument = text("batches[", inputs.size(), "]");
                   PlanInput& input = inputs.emplace_back(common);
                   input.seq_lens = lengths_from(batch, argument);
-                  input.give_mask(Mask::parse(mask));
+                  input.give_mask(mask);
                 });
   if (!masks.is_none()) give_each(inputs, masks, "masks", give_masks);
   if (!work.is_none()) give_each(inputs, work, "work", give_work);
@@ -143,19 +142,18 @@ void bind_planner(py::module_& m) {
     for (const Planner& planner : planners()) names.push_back(planner.name);
     return names;
   });
-  py::class_<TopologyOption>(m, "TopologyOption", "A topology and what it is predicted to do.")
-      .def_readonly("topology", &TopologyOption::topology, "Its text.")
-      .def_readonly("predicted_time", &TopologyOption::predicted_time_s, "Seconds of a step; mean over the batches.")
-      .def_readonly("efficiency_loss", &TopologyOption::efficiency_loss,
-                    "Predicted time over ideal time; mean over the batches.")
-      .def_readonly("exchanged_fraction", &TopologyOption::exchanged_fraction,
-                    "The part of the tokens that each all-to-all of an attention moves.")
-      .def_readonly("max_tokens_over_mean", &TopologyOption::max_tokens_over_mean,
-                    "Tokens of the fullest rank, over the mean of all ranks.")
-      .def_readonly("reason", &TopologyOption::reason,
-                    "What its time goes to, or why the limit of tokens cannot be kept.")
-      .def("__repr__", [](const TopologyOption& o) {
-        return text("TopologyOption('", o.topology, "', predicted_time=", o.predicted_time_s, ", reason='", o.reason,
-                    "')");
-      });
+  py::class_<TopologyOption> option(m, "TopologyOption", "A topology and what it is predicted to do.");
+  const auto property = properties_of(option);
+  property("topology", "Its text.", &TopologyOption::topology);
+  property("predicted_time", "Seconds of a step; mean over the batches.", &TopologyOption::predicted_time_s);
+  property("efficiency_loss", "Predicted time over ideal time; mean over the batches.",
+           &TopologyOption::efficiency_loss);
+  property("exchanged_fraction", "The part of the tokens that each all-to-all of an attention moves.",
+           &TopologyOption::exchanged_fraction);
+  property("max_tokens_over_mean", "Tokens of the fullest rank, over the mean of all ranks.",
+           &TopologyOption::max_tokens_over_mean);
+  property("reason", "What its time goes to, or why the limit of tokens cannot be kept.", &TopologyOption::reason);
+  option.def("__repr__", [](const TopologyOption& o) {
+    return text("TopologyOption('", o.topology, "', predicted_time=", o.predicted_time_s, ", reason='", o.reason, "')");
+  });
 }

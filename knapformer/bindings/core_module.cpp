@@ -6,12 +6,17 @@
 #endif
 
 #include "knapformer/bindings/arguments.h"
-#include "knapformer/bindings/core_bindings.h"
 #include "knapformer/core/util/error.h"
 #include "knapformer/core/util/interrupt.h"
 
 namespace py = pybind11;
 using namespace knapformer;  // NOLINT: this file is nothing but names of the core
+
+// Conversion only, in the order in which they need each other.
+void bind_model(py::module_& m);    // masks; bags of ranks; seeded lengths
+void bind_cost(py::module_& m);     // clusters, models, FLOPs; the predicted step time
+void bind_plan(py::module_& m);     // Plan
+void bind_planner(py::module_& m);  // the planners, and topologies
 
 namespace {
 
@@ -45,8 +50,7 @@ PYBIND11_MODULE(_core, m) {
   bind_errors(m);
   interrupt_check = check_signals;
   bind_model(m);
-  bind_cost_parameters(m);
+  bind_cost(m);
   bind_plan(m);
   bind_planner(m);
-  bind_cost(m);
 }

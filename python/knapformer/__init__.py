@@ -14,28 +14,18 @@ from knapformer._core import (
     Cluster,
     DataMix,
     Plan,
-    RankTime,
     Sample,
     StateError,
     StepTime,
     Topology,
     TopologyOption,
     TrainedModel,
-    WorkloadFit,
     WorkloadModel,
 )
-from knapformer.calibration import Calibration
+from knapformer.calibration import Calibration, WorkloadFit, fit_workload
 from knapformer.cost import Cost
 from knapformer.lengths_log import record
-from knapformer.planning import (
-    attention_pairs,
-    fit_workload,
-    plan,
-    plan_home,
-    predict_step,
-    rank_topologies,
-    solver_names,
-)
+from knapformer.planning import attention_pairs, plan, plan_home, predict_step, rank_topologies, solver_names
 
 if TYPE_CHECKING:
     from knapformer.adapters.balance import balance, unbalance
@@ -55,7 +45,6 @@ __all__ = [
     "Cost",
     "DataMix",
     "Plan",
-    "RankTime",
     "Sample",
     "SequenceBalancer",
     "StateError",

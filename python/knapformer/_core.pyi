@@ -13,21 +13,13 @@ class WorkloadModel:
     gamma: Final[float]
     def __init__(self, gamma: SupportsFloat = ...) -> None: ...
     def work(self, seq_len: SupportsIndex, d_model: SupportsIndex, mask: str = ...) -> float: ...
-
-class WorkloadFit:
-    seconds_per_flop: Final[float]
-    gamma: Final[float]
-    relative_rms_error: Final[float]
-    relative_rms_error_without_gamma: Final[float]
+    def replace(self, **fields: float) -> WorkloadModel: ...
+    def to_dict(self) -> dict[str, Any]: ...
 
 class Topology:
     num_ranks: Final[int]
-    num_replicas: Final[int]
-    num_ranks_per_replica: Final[int]
-    is_flat: Final[bool]
     bags: Final[list[range]]
     def __init__(self, text: str, num_ranks: SupportsIndex | None = ...) -> None: ...
-    def bag_of(self, rank: SupportsIndex) -> int: ...
 
 class Sample:
     text_tokens: Final[int]
@@ -146,21 +138,6 @@ class TopologyOption:
     max_tokens_over_mean: Final[float]
     reason: Final[str]
 
-class PassTime:
-    token_s: Final[float]
-    wait_before_s: Final[float]
-    pre_attn_s: Final[float]
-    hidden_s: Final[float]
-    whole_attention_s: Final[float]
-    shared_attention_s: Final[float]
-    post_attn_s: Final[float]
-    wait_after_s: Final[float]
-
-class RankTime:
-    group: Final[int]
-    forward: Final[PassTime]
-    backward: Final[PassTime]
-
 class Traffic:
     inside: Final[float]
     between: Final[float]
@@ -180,11 +157,9 @@ class StepTime:
     efficiency: Final[float]
     over_ideal: Final[float]
     terms: Final[dict[str, float]]
-    slowest_group: Final[int]
     route_bytes: Final[Traffic]
     attention_bytes: Final[Traffic]
     fsdp_bytes: Final[float]
-    ranks: Final[list[RankTime]]
     @staticmethod
     def labels() -> dict[str, str]: ...
 
@@ -197,5 +172,4 @@ def plan_home_bags(plan: Plan) -> Plan: ...
 def solver_names() -> list[str]: ...
 def check_mask(mask: str) -> str: ...
 def attention_pairs(mask: str, seq_len: SupportsIndex) -> int: ...
-def fit_workload(*arguments: Any) -> WorkloadFit: ...
 def head_shares(num_heads: int, num_kv_heads: int, degree: int) -> list[tuple[int, int]]: ...

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, SupportsFloat, SupportsIndex, TypeAlias
 
 from knapformer import _core
-from knapformer._core import Cluster, Plan, StepTime, TopologyOption, TrainedModel, WorkloadFit
+from knapformer._core import Cluster, Plan, StepTime, TopologyOption, TrainedModel
 from knapformer.cost import Cost, CostSettings
 
 if TYPE_CHECKING:
@@ -88,7 +88,9 @@ def predict_step(
 
     Raises ArgumentError.
     """
-    return _core.predict_step(plan, cluster, model, measured)
+    if cluster is not None or model is not None:
+        plan = plan.on(cluster, model)
+    return _core.predict_step(plan, measured)
 
 
 def plan_home(plan: Plan) -> Plan:
@@ -109,14 +111,3 @@ def attention_pairs(mask: str, seq_len: SupportsIndex) -> int:
     (docs/masks.md). Raises ArgumentError.
     """
     return _core.attention_pairs(mask, seq_len)
-
-
-def fit_workload(
-    seq_lens: Iterable[SupportsIndex], latencies_s: Iterable[SupportsFloat], d_model: SupportsIndex, mask: str = "full"
-) -> WorkloadFit:
-    """Fits k and gamma to measured latencies (seconds) of one block at these lengths (tokens), by least squares.
-
-    Raises ArgumentError for fewer than two distinct lengths, or latencies that are not positive and finite; StateError
-    where the best k is not positive.
-    """
-    return _core.fit_workload(seq_lens, latencies_s, d_model, mask)

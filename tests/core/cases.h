@@ -135,6 +135,16 @@ class Cases {
     return Plan(std::move(input), "any", std::move(placements), std::move(chunk_lens));
   }
 
+  /// Sequences in random micro-batches, each of any valid plan.
+  StepPlan any_step(const StepInput& input) {
+    std::vector<int32_t> micro_batches;
+    for (int32_t s = 0; s < input.sequences.seq_lens.num_sequences(); ++s)
+      micro_batches.push_back(static_cast<int32_t>(integer(0, input.num_micro_batches - 1)));
+    std::vector<Plan> plans;
+    for (PlanInput& part : micro_batch_inputs(input, micro_batches)) plans.push_back(any_plan(std::move(part)));
+    return StepPlan(input, std::move(micro_batches), std::move(plans));
+  }
+
  private:
   std::mt19937_64 random_;
 };

@@ -23,7 +23,7 @@ inline bool sees(const Mask& mask, int64_t i, int64_t j) {
     case Mask::Kind::kBlockCausal:
       return block(j) <= block(i);
     case Mask::Kind::kWindow:
-      return (mask.left < 0 || i - j <= mask.left) && (mask.right < 0 || j - i <= mask.right);
+      return i - j <= mask.left && j - i <= mask.right;
     case Mask::Kind::kDensity:
     case Mask::Kind::kWritten:
       break;

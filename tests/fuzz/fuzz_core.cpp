@@ -11,11 +11,11 @@
 #include <vector>
 
 #include "knapformer/core/cost/bounds.h"
+#include "knapformer/core/cost/plan_json.h"
 #include "knapformer/core/model/cluster.h"
 #include "knapformer/core/model/data_mix.h"
 #include "knapformer/core/model/mask.h"
 #include "knapformer/core/model/topology.h"
-#include "knapformer/core/plan/plan_json.h"
 #include "knapformer/core/planners/planner.h"
 #include "knapformer/core/util/error.h"
 
@@ -73,7 +73,7 @@ void cluster(std::string_view name) { Cluster::named(std::string(name)); }
 void plan_json(std::string_view text) {
   const StepPlan plan = plan_from_json(text);
   plan.validate();
-  expect(plan_from_json(plan_to_json(plan, {}, std::vector<PlanPrediction>(plan.plans().size()))) == plan);
+  expect(plan_from_json(plan_to_json(plan)) == plan);
 }
 
 /// Any lengths and limits, in a few topologies: the plan is valid, keeps its limit, and is the same when made again.

@@ -143,7 +143,7 @@ def test_bags_are_ranges_of_ranks():
     assert kf.Topology(f"g{1 << 20}n1").bags == [range(1 << 20)]
 
 
-@pytest.mark.parametrize("kind", [kf.Plan, kf.Topology, kf.WorkloadFit])
+@pytest.mark.parametrize("kind", [kf.Plan, kf.StepTime, kf.TopologyOption])
 def test_every_property_says_what_it_is(kind):
     properties = {name: value for name, value in vars(kind).items() if isinstance(value, property)}
     assert len(properties) >= 4

@@ -4,9 +4,8 @@
 #include <string>
 #include <string_view>
 
-#include "knapformer/core/cost/step_time.h"
+#include "knapformer/core/cost/plan_json.h"
 #include "knapformer/core/model/data_mix.h"
-#include "knapformer/core/plan/plan_json.h"
 #include "knapformer/core/planners/planner.h"
 #include "knapformer/core/planners/whole_step/micro_batches.h"
 
@@ -14,7 +13,7 @@ namespace {
 
 using namespace knapformer;
 
-/// FNV-1a.
+/// FNV-1a, of JSON: this has the shortest text of each number that gives it back, so equal texts are equal bits.
 uint64_t hash(std::string_view bytes) {
   uint64_t value = 0xcbf29ce484222325;
   for (const char byte : bytes) value = (value ^ static_cast<unsigned char>(byte)) * 0x100000001b3;
@@ -33,12 +32,6 @@ PlanInput input_of(const char* mix, const char* topology, int64_t step) {
   return input;
 }
 
-/// JSON has the shortest text of each number that gives it back, so equal texts are equal bits.
-std::string text_of(const Plan& plan) {
-  const PlanPrediction prediction{.predicted_time_s = predict_step(plan).total_s()};
-  return plan_to_json(StepPlan(plan), prediction, {&prediction, 1});
-}
-
 }  // namespace
 
 int main() {
@@ -48,15 +41,13 @@ int main() {
         for (const Planner& planner : planners()) {
           if (!planner.plans_nested_bags && std::string_view(topology).find('/') != std::string_view::npos) continue;
           const Plan plan = make_plan(input_of(mix, topology, step), planner.name, {.moves = 2000});
-          std::printf("%016llx %s %s %s %d\n", static_cast<unsigned long long>(hash(text_of(plan))),
+          std::printf("%016llx %s %s %s %d\n", static_cast<unsigned long long>(hash(plan_to_json(plan))),
                       std::string(planner.name).c_str(), mix, topology, static_cast<int>(step));
         }
       }
       const StepPlan step =
           plan_step({.sequences = input_of(mix, topology, 0), .num_micro_batches = 2}, "balanced", {.moves = 2000});
-      std::string texts;
-      for (const Plan& plan : step.plans()) texts += text_of(plan);
-      std::printf("%016llx step %s %s\n", static_cast<unsigned long long>(hash(texts)), mix, topology);
+      std::printf("%016llx step %s %s\n", static_cast<unsigned long long>(hash(plan_to_json(step))), mix, topology);
     }
   }
 }

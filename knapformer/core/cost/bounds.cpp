@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "knapformer/core/cost/step_time.h"
-#include "knapformer/core/util/infinity.h"
+#include "knapformer/core/util/error.h"
 
 namespace knapformer {
 namespace {
@@ -140,17 +140,22 @@ double replica_lower_bound_s(const PlanInput& input, const Topology& topology, i
   return bound_s;
 }
 
-double lower_bound_s(const PlanInput& input) {
-  double step_s = 0;
-  for (int32_t replica = 0; replica < input.topology.num_replicas(); ++replica) {
-    const double block_s = replica_lower_bound_s(input, input.topology, replica);
-    step_s = std::max(step_s, replica_step_s(input, block_s, 0));
-  }
-  return step_s + input.cluster.fixed_s;
+double blocks_lower_bound_s(const StepInput& input) {
+  const PlanInput& step = input.sequences;
+  double block_s = 0;
+  for (int32_t replica = 0; replica < step.topology.num_replicas(); ++replica)
+    block_s = std::max(block_s, replica_lower_bound_s(step, step.topology, replica));
+  return block_s;
 }
 
-PlanPrediction prediction_of(const Plan& plan) {
-  return {.predicted_time_s = predict_step(plan).total_s(), .lower_bound_s = lower_bound_s(plan.input())};
+double lower_bound_s(const StepInput& input) {
+  const double blocks_s = blocks_lower_bound_s(input);
+  const std::vector<double> even(static_cast<size_t>(input.num_micro_batches), blocks_s / input.num_micro_batches);
+  return accumulated_s(input, even) + input.num_micro_batches * input.sequences.cluster.fixed_s;
+}
+
+PlanPrediction prediction_of(const StepPlan& plan) {
+  return {.predicted_time_s = predict_accumulated(plan).total_s, .lower_bound_s = lower_bound_s(plan.input())};
 }
 
 }  // namespace knapformer

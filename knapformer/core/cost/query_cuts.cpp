@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "knapformer/core/cost/step_time.h"
-#include "knapformer/core/util/infinity.h"
+#include "knapformer/core/util/error.h"
 
 namespace knapformer {
 namespace {

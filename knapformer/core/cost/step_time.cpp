@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 #include "knapformer/core/util/error.h"
 
@@ -40,8 +41,9 @@ struct RankLoad {
   bool shares_with_previous = false;
 };
 
-std::vector<RankLoad> loads_of(const Plan& plan, const Cluster& cluster, const TrainedModel& model) {
-  const AttentionShares shares(model.num_heads, model.num_kv_heads, plan.input().query_cuts);
+std::vector<RankLoad> loads_of(const Plan& plan) {
+  const Cluster& cluster = plan.input().cluster;
+  const AttentionShares shares = plan.input().attention_shares();
   std::vector<RankLoad> loads(static_cast<size_t>(plan.num_ranks()));
   for (int32_t s = 0; s < plan.num_sequences(); ++s) {
     const SequenceId id(s);
@@ -250,16 +252,11 @@ double StepTime::total_s() const {
 }
 
 StepTime predict_step(const Plan& plan, std::span<const RankCompute> measured) {
-  return predict_step(plan, plan.input().cluster, plan.input().model, measured);
-}
-
-StepTime predict_step(const Plan& plan, const Cluster& cluster, const TrainedModel& model,
-                      std::span<const RankCompute> measured) {
-  cluster.validate();
-  model.validate();
   check(measured, plan.num_ranks());
   const PlanInput& input = plan.input();
-  const std::vector<RankLoad> loads = loads_of(plan, cluster, model);
+  const Cluster& cluster = input.cluster;
+  const TrainedModel& model = input.model;
+  const std::vector<RankLoad> loads = loads_of(plan);
   const Passes passes = model.passes();
   const double bytes = row_bytes(input.d_model, model), token_bytes = bytes + model.side_bytes_per_token;
   const auto token_work = [&](double tokens) { return tokens * input.token_work(1); };
@@ -310,7 +307,6 @@ StepTime predict_step(const Plan& plan, const Cluster& cluster, const TrainedMod
   for (int32_t replica = 0; replica < plan.topology().num_replicas(); ++replica) {
     const int32_t begin = replica * num_ranks, end = begin + num_ranks;
     StepTerms slowest;  // of one block
-    Rank slowest_group(begin);
     for (int32_t first = begin, last; first < end; first = last) {
       for (last = first + 1; last < end && out.ranks[last].group == out.ranks[first].group;) ++last;
       const std::span<RankTime> group = std::span(out.ranks).subspan(first, last - first);
@@ -320,10 +316,7 @@ StepTime predict_step(const Plan& plan, const Cluster& cluster, const TrainedMod
       for (int32_t r = first; r < last; ++r)
         block.host_s = std::max(block.host_s, cluster.host_s_per_piece * loads[r].num_pieces);
       for (RankTime& rank : group) rank.host_s = block.host_s;
-      if (block.blocks_s() > slowest.blocks_s()) {
-        slowest = block;
-        slowest_group = Rank(first);
-      }
+      if (block.blocks_s() > slowest.blocks_s()) slowest = block;
     }
     const double route_s = route_s_of(std::span(loads).subspan(begin, num_ranks), token_bytes, cluster, passes.routes);
     const double block_s = slowest.blocks_s();
@@ -331,7 +324,6 @@ StepTime predict_step(const Plan& plan, const Cluster& cluster, const TrainedMod
     out.replicas.push_back({.block_s = block_s, .route_s = route_s, .step_s = step_s});
     if (step_s <= slowest_s) continue;
     slowest_s = step_s;
-    out.slowest_group = slowest_group;
     out.token_s = slowest.token_s * model.num_blocks;
     out.attention_s = slowest.attention_s * model.num_blocks;
     out.exchange_s = slowest.exchange_s * model.num_blocks;
@@ -347,6 +339,42 @@ StepTime predict_step(const Plan& plan, const Cluster& cluster, const TrainedMod
                                         ? work / input.group_speed(Rank(0), plan.num_ranks()).sum / cluster.flops_per_s
                                         : measured_s / plan.num_ranks());
   return out;
+}
+
+AccumulatedTime predict_accumulated(const StepPlan& plan) {
+  AccumulatedTime out;
+  const bool waits_once = plan.input().sync == StepSync::kStep;
+  std::vector<double> rank_s(static_cast<size_t>(plan.num_ranks()));  // when each rank is done
+  double fsdp_s = 0;                                                  // after the last micro-batch
+  for (const Plan& micro_batch : plan.plans()) {
+    const StepTime time = predict_step(micro_batch);
+    out.ideal_s += time.ideal_s + time.fixed_s;
+    out.micro_batch_s.push_back(time.total_s());
+    if (!waits_once) {
+      out.total_s += time.total_s();
+      continue;
+    }
+    const TrainedModel& model = micro_batch.input().model;
+    std::vector<double> start_s(rank_s.size());  // of a group, at its first rank
+    for (size_t r = 0; r < rank_s.size(); ++r) {
+      double& latest_s = start_s[time.ranks[r].group.index()];
+      latest_s = std::max(latest_s, rank_s[r]);
+    }
+    for (size_t r = 0; r < rank_s.size(); ++r)
+      rank_s[r] = start_s[time.ranks[r].group.index()] + model.num_blocks * time.ranks[r].block_s(model.passes());
+    out.total_s += time.route_s + time.fixed_s;
+    fsdp_s = time.fsdp_s;
+  }
+  if (waits_once) out.total_s += fsdp_s + std::ranges::max(rank_s);
+  return out;
+}
+
+double accumulated_s(const StepInput& input, std::span<const double> block_s) {
+  if (input.sync == StepSync::kStep)
+    return replica_step_s(input.sequences, std::accumulate(block_s.begin(), block_s.end(), 0.0), 0);
+  double sum_s = 0;
+  for (const double seconds : block_s) sum_s += replica_step_s(input.sequences, seconds, 0);
+  return sum_s;
 }
 
 double replica_step_s(const PlanInput& input, double block_s, double route_s) {

@@ -25,8 +25,7 @@
 #include <span>
 #include <vector>
 
-#include "knapformer/core/plan/plan.h"
-#include "knapformer/core/plan/plan_json.h"
+#include "knapformer/core/plan/step_plan.h"
 #include "knapformer/core/util/record.h"
 
 namespace knapformer {
@@ -153,8 +152,6 @@ struct StepTime : StepTerms {
   /// The ideal time with the fixed time; and the step's time over that, 1 if there is no work.
   double ideal_step_s() const { return ideal_s + fixed_s; }
   double over_ideal() const { return ideal_s > 0 ? total_s() / ideal_step_s() : 1; }
-  /// First rank of the slowest group.
-  Rank slowest_group;
 
   /// Bytes that leave their rank in a step, of all ranks.
   Traffic route_bytes;
@@ -173,20 +170,34 @@ struct RankCompute {
   double shared_attention_s = 0;
 };
 
-/// Predicts a step on the plan's own cluster and model. `measured`: per rank, in place of the time of the plan's work
-/// at `cluster.flops_per_s`; the ideal time is then that of the measured seconds, spread evenly. Empty: the cost model.
-/// O(chunks). Throws ArgumentError where a parameter is out of range.
+/// Predicts a step on the plan's cluster and model. `measured`: per rank, in place of the time of the plan's work at
+/// `cluster.flops_per_s`; the ideal time is then that of the measured seconds, spread evenly. Empty: the cost model.
+/// O(chunks). Throws ArgumentError where a measured time is out of range.
 StepTime predict_step(const Plan& plan, std::span<const RankCompute> measured = {});
-/// Predicts a step of the same plan on another cluster, or of another model.
-StepTime predict_step(const Plan& plan, const Cluster& cluster, const TrainedModel& model,
-                      std::span<const RankCompute> measured = {});
+
+struct AccumulatedTime {
+  double total_s = 0;
+  /// The time of the work divided evenly over the ranks, and the fixed time of each micro-batch.
+  double ideal_s = 0;
+  /// By micro-batch, the time that predict_step says. These add up to the total if ranks wait in each micro-batch.
+  std::vector<double> micro_batch_s;
+};
+
+/// Predicts a step of several micro-batches. With StepSync::kMicroBatch a micro-batch costs what predict_step says,
+/// FSDP's gathers and the fixed time included, and the step is the sum. With kStep each rank goes on as soon as it is
+/// done: ranks that share a sequence start when the last of them arrives, and the step ends with the slowest rank. Then
+/// gradients are reduced once, after the last micro-batch, and route is counted as if no rank waited in it. O(chunks).
+AccumulatedTime predict_accumulated(const StepPlan& plan);
 
 /// The time of a replica's step with a block of `block_s`, all passes: blocks, FSDP and route. Grows with both
 /// arguments.
 double replica_step_s(const PlanInput& input, double block_s, double route_s);
+/// The time of a step without route and the fixed time. `block_s`: a replica's blocks (ReplicaTime::block_s), by
+/// micro-batch.
+double accumulated_s(const StepInput& input, std::span<const double> block_s);
+
 /// Every sequence on its home rank, whole: the step without a balancer. Its route is empty.
 Plan plan_home(const PlanInput& input);
-
 /// Every sequence in its home rank's bag, shared by all ranks of it: static sequence parallelism. Throws ArgumentError
 /// where bags are nested.
 Plan plan_home_bags(const PlanInput& input);

@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "knapformer/core/util/ids.h"
-#include "knapformer/core/util/infinity.h"
 #include "knapformer/core/util/record.h"
 
 namespace knapformer {

@@ -6,7 +6,6 @@
 #include <type_traits>
 #include <utility>
 
-#include "knapformer/core/model/written_mask.h"
 #include "knapformer/core/util/error.h"
 #include "knapformer/core/util/text_reader.h"
 
@@ -18,11 +17,10 @@ constexpr int64_t kMaxTokens = INT32_MAX;
 /// 1 + 2 + ... + n.
 int64_t triangle(int64_t n) { return n % 2 == 0 ? n / 2 * (n + 1) : (n + 1) / 2 * n; }
 
-/// Pairs with a key strictly before the query, at most `reach` away. Mirrored: with a key after the query.
-int64_t one_side(int64_t seq_len, int64_t reach) {
-  if (seq_len == 0) return 0;
-  const int64_t r = reach < 0 ? seq_len - 1 : std::min(reach, seq_len - 1);
-  return triangle(r) + (seq_len - 1 - r) * r;
+/// The pairs of the first `count` queries of a run with this range of keys.
+int64_t pairs_before(const KeyRange& range, int64_t count) {
+  const int64_t growth = (range.end_moves ? 1 : 0) - (range.first_moves ? 1 : 0);
+  return count * (range.end - range.first) + growth * (triangle(count) - count);
 }
 
 constexpr std::array<std::string_view, 6> kNames = {"full",         "causal", "prefix",
@@ -41,14 +39,55 @@ void for_each_number(Self& mask, Visit visit) {
   if (mask.kind == kDensity) visit(mask.density, 0);
 }
 
+/// Visits the runs of a mask that is not written, each with one range of keys: visit(num_queries, keys).
+template <class Visit>
+void for_each_run(const Mask& mask, int64_t seq_len, Visit visit) {
+  const int64_t text_len = std::min(mask.text_tokens, seq_len);
+  int64_t next = 0;  // query
+  const auto add = [&](int64_t end, const KeyRange& keys) {
+    if (end > next) visit(end - next, keys);
+    next = std::max(next, end);
+  };
+  switch (mask.kind) {
+    case Mask::Kind::kFull:
+    case Mask::Kind::kDensity:
+      add(seq_len, {.first = 0, .end = seq_len});
+      break;
+    case Mask::Kind::kCausal:
+    case Mask::Kind::kPrefix:
+      add(text_len, {.first = 0, .end = text_len});
+      add(seq_len, {.first = 0, .end = text_len + 1, .first_moves = false, .end_moves = true});
+      break;
+    case Mask::Kind::kBlockCausal:
+      add(text_len, {.first = 0, .end = text_len});
+      while (next < seq_len) {
+        const int64_t end = std::min(seq_len, next + mask.frame_tokens);
+        add(end, {.first = 0, .end = end});
+      }
+      break;
+    case Mask::Kind::kWindow: {
+      // Before these queries the first key is 0, and the last one moves.
+      const int64_t first_moves = std::min(mask.left, seq_len);
+      const int64_t end_stops = std::max<int64_t>(0, seq_len - mask.right);
+      for (const int64_t end : {std::min(first_moves, end_stops), std::max(first_moves, end_stops), seq_len}) {
+        const bool moves = next >= first_moves, stops = next >= end_stops;
+        add(end, {.first = moves ? next - mask.left : 0,
+                  .end = stops ? seq_len : next + mask.right + 1,
+                  .first_moves = moves,
+                  .end_moves = !stops});
+      }
+      break;
+    }
+    case Mask::Kind::kWritten:
+      KNAPFORMER_ASSERT(false);
+  }
+}
+
 }  // namespace
 
 int64_t MaskRun::pairs_before(int64_t count) const {
   int64_t pairs = 0;
-  for (const KeyRange& range : keys) {
-    const int64_t growth = (range.end_moves ? 1 : 0) - (range.first_moves ? 1 : 0);
-    pairs += count * (range.end - range.first) + growth * (triangle(count) - count);
-  }
+  for (const KeyRange& range : keys) pairs += knapformer::pairs_before(range, count);
   return pairs;
 }
 
@@ -76,7 +115,7 @@ Mask Mask::parse(std::string_view text) {
       number = read.value_or(min);
     });
     is_good = is_good && reader.at_end();
-  } else if (std::optional<std::vector<MaskRun>> runs = runs_from(text)) {
+  } else if (std::optional<std::vector<MaskRun>> runs = written_runs(text)) {
     is_good = true;
     mask.kind = Kind::kWritten;
     Written written{.text = std::string(text), .seq_len = 0, .pairs = 0, .runs = *std::move(runs)};
@@ -112,72 +151,28 @@ void Mask::check_length(int64_t seq_len) const {
 
 int64_t Mask::pairs(int64_t seq_len) const {
   check_length(seq_len);
-  const int64_t text_len = std::min(text_tokens, seq_len), behind = seq_len - text_len;
-  switch (kind) {
-    case Kind::kFull:
-      return seq_len * seq_len;
-    case Kind::kCausal:
-      return triangle(seq_len);
-    case Kind::kPrefix:
-      return text_len * text_len + triangle(seq_len) - triangle(text_len);
-    case Kind::kBlockCausal: {
-      // Queries of whole frames f = 1..F see text_len + f * frame keys each; those behind them see all.
-      const int64_t frames = behind / frame_tokens, rest = behind - frames * frame_tokens;
-      return text_len * text_len + frame_tokens * (frames * text_len + triangle(frames) * frame_tokens) +
-             rest * seq_len;
-    }
-    case Kind::kWindow:
-      return seq_len + one_side(seq_len, left) + one_side(seq_len, right);
-    case Kind::kDensity:
-      return static_cast<int64_t>(density * static_cast<double>(seq_len * seq_len));
-    case Kind::kWritten:
-      return written->pairs;
+  if (written) return written->pairs;
+  if (kind == Kind::kDensity) return static_cast<int64_t>(density * static_cast<double>(seq_len * seq_len));
+  if (kind == Kind::kBlockCausal) {  // there may be as many runs as tokens
+    // Queries of whole frames f = 1..F see text_len + f * frame keys each; those behind them see all.
+    const int64_t text_len = std::min(text_tokens, seq_len), behind = seq_len - text_len;
+    const int64_t frames = behind / frame_tokens, rest = behind - frames * frame_tokens;
+    return text_len * text_len + frame_tokens * (frames * text_len + triangle(frames) * frame_tokens) + rest * seq_len;
   }
-  KNAPFORMER_ASSERT(false);
+  int64_t pairs = 0;
+  for_each_run(*this, seq_len, [&](int64_t num_queries, const KeyRange& keys) {
+    pairs += knapformer::pairs_before(keys, num_queries);
+  });
+  return pairs;
 }
 
 std::vector<MaskRun> Mask::runs(int64_t seq_len) const {
   check_length(seq_len);
-  const int64_t text_len = std::min(text_tokens, seq_len);
+  if (written) return written->runs;
   std::vector<MaskRun> runs;
-  int64_t next = 0;  // query
-  const auto add = [&](int64_t end, const KeyRange& keys) {
-    if (end > next) runs.push_back({.num_queries = end - next, .keys = {keys}});
-    next = std::max(next, end);
-  };
-  switch (kind) {
-    case Kind::kFull:
-    case Kind::kDensity:
-      add(seq_len, {.first = 0, .end = seq_len});
-      break;
-    case Kind::kCausal:
-    case Kind::kPrefix:
-      add(text_len, {.first = 0, .end = text_len});
-      add(seq_len, {.first = 0, .end = text_len + 1, .first_moves = false, .end_moves = true});
-      break;
-    case Kind::kBlockCausal:
-      add(text_len, {.first = 0, .end = text_len});
-      while (next < seq_len) {
-        const int64_t end = std::min(seq_len, next + frame_tokens);
-        add(end, {.first = 0, .end = end});
-      }
-      break;
-    case Kind::kWindow: {
-      // Before these queries the first key is 0, and the last one moves.
-      const int64_t first_moves = left < 0 ? seq_len : std::min(left, seq_len);
-      const int64_t end_stops = right < 0 ? 0 : std::max<int64_t>(0, seq_len - right);
-      for (const int64_t end : {std::min(first_moves, end_stops), std::max(first_moves, end_stops), seq_len}) {
-        const bool moves = next >= first_moves, stops = next >= end_stops;
-        add(end, {.first = moves ? next - left : 0,
-                  .end = stops ? seq_len : next + right + 1,
-                  .first_moves = moves,
-                  .end_moves = !stops});
-      }
-      break;
-    }
-    case Kind::kWritten:
-      return written->runs;
-  }
+  for_each_run(*this, seq_len, [&](int64_t num_queries, const KeyRange& keys) {
+    runs.push_back({.num_queries = num_queries, .keys = {keys}});
+  });
   return runs;
 }
 

@@ -4,7 +4,7 @@
 //   causal         keys up to the query
 //   prefix         the first `text_tokens` see each other; the rest is causal
 //   block causal   text, then frames of `frame_tokens`: a token sees its own block and every block before it
-//   window         keys from `left` before the query to `right` after it; a side below 0 is unlimited
+//   window         keys from `left` before the query to `right` after it
 //   density        this share of all pairs, no matter which: for kernels with masks of their own
 //   written        the runs of queries of one length, each with its ranges of keys
 //
@@ -21,6 +21,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -68,8 +69,8 @@ struct Mask {
   Kind kind = Kind::kFull;
   int64_t text_tokens = 0;   // prefix, block causal
   int64_t frame_tokens = 1;  // block causal
-  int64_t left = -1;         // window
-  int64_t right = -1;
+  int64_t left = 0;          // window
+  int64_t right = 0;
   double density = 1;  // from 0 to 1
 
   struct Written {
@@ -99,6 +100,8 @@ struct Mask {
   bool operator==(const Mask& other) const;
 
  private:
+  /// Of a text that is to be a written mask (written_mask.cpp); nothing where it is malformed.
+  static std::optional<std::vector<MaskRun>> written_runs(std::string_view text);
   void check_length(int64_t seq_len) const;
 };
 

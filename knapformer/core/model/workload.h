@@ -22,9 +22,9 @@
 #pragma once
 
 #include <cstdint>
-#include <span>
 
 #include "knapformer/core/model/mask.h"
+#include "knapformer/core/util/record.h"
 
 namespace knapformer {
 
@@ -37,7 +37,7 @@ struct WorkloadModel {
   double gamma = kDefaultGamma;
 
   /// Throws ArgumentError unless gamma is from 0 to kMaxMagnitude.
-  void validate() const;
+  void validate() const { check_fields(*this); }
 
   /// 24 n d^2, in FLOPs.
   double token_work(int64_t num_tokens, int64_t d_model) const {
@@ -53,20 +53,12 @@ struct WorkloadModel {
   }
 
   bool operator==(const WorkloadModel&) const = default;
-};
 
-struct WorkloadFit {
-  double seconds_per_flop = 0;  // k in t = k (24 l d^2 + gamma 4 l^2 d)
-  double gamma = 0;
-  double relative_rms_error = 0;                // of the fit, over the measured latencies
-  double relative_rms_error_without_gamma = 0;  // of the best fit with gamma = 1
+  static constexpr auto fields() {
+    return std::tuple{field("gamma", &WorkloadModel::gamma,
+                            "The cost of a FLOP of attention over that of a FLOP of the matrix products.")};
+  }
 };
-
-/// Fits k and gamma to measured latencies (seconds) of one block at these lengths (tokens), with this mask, by least
-/// squares of the relative errors. Throws ArgumentError where there are fewer than two distinct lengths, the sizes
-/// differ, or a latency is not a positive finite number; StateError where the best k is not positive (the data
-/// contradict the model).
-WorkloadFit fit_workload(std::span<const int64_t> seq_lens, std::span<const double> latencies_s, int64_t d_model,
-                         const Mask& mask = {});
+static_assert(kListsEveryField<WorkloadModel>);
 
 }  // namespace knapformer

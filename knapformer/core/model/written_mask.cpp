@@ -1,9 +1,9 @@
-#include "knapformer/core/model/written_mask.h"
-
+// The text forms of written masks (mask.h).
 #include <algorithm>
 #include <cstdint>
 #include <utility>
 
+#include "knapformer/core/model/mask.h"
 #include "knapformer/core/util/text_reader.h"
 
 namespace knapformer {
@@ -155,7 +155,7 @@ std::optional<std::vector<MaskRun>> read_ranges(TextReader& reader) {
 
 }  // namespace
 
-std::optional<std::vector<MaskRun>> runs_from(std::string_view text) {
+std::optional<std::vector<MaskRun>> Mask::written_runs(std::string_view text) {
   TextReader reader(text);
   if (reader.accept("ranges:")) return read_ranges(reader);
   Parts parts;

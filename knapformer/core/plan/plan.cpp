@@ -123,6 +123,24 @@ void PlanInput::give_mask(const Mask& of_all) {
   give_masks(of_all.kind == Mask::Kind::kFull ? std::vector<Mask>() : std::vector(seq_lens.lens().size(), of_all));
 }
 
+PlanInput PlanInput::without_sequences() const {
+  PlanInput settings = *this;
+  settings.seq_lens = {};
+  settings.attention_pairs.clear();
+  settings.masks.clear();
+  settings.given_work.clear();
+  return settings;
+}
+
+void PlanInput::append_given(const PlanInput& from, SequenceId id) {
+  const auto append = [&](auto PlanInput::*list) {
+    if (!(from.*list).empty()) (this->*list).push_back((from.*list)[id.index()]);
+  };
+  append(&PlanInput::attention_pairs);
+  append(&PlanInput::masks);
+  append(&PlanInput::given_work);
+}
+
 std::optional<Mask> PlanInput::mask_of(SequenceId id) const {
   if (!masks.empty()) return masks[id.index()];
   return attention_pairs.empty() ? std::optional(Mask()) : std::nullopt;

@@ -79,6 +79,10 @@ struct PlanInput {
   /// "mask") for a written mask of another length.
   void give_masks(std::vector<Mask> of_sequences);
   void give_mask(const Mask& of_all);
+  /// Without sequences, and what is given for each: pairs, masks, work.
+  PlanInput without_sequences() const;
+  /// Appends what `from` has given for a sequence.
+  void append_given(const PlanInput& from, SequenceId id);
   /// Not known: nothing.
   std::optional<Mask> mask_of(SequenceId id) const;
   /// That of every sequence, where all have the same one and it is known. Looks at each sequence.

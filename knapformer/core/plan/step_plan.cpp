@@ -24,40 +24,18 @@ void StepInput::validate() const {
 std::vector<PlanInput> micro_batch_inputs(const StepInput& input, std::span<const int32_t> micro_batches) {
   const PlanInput& step = input.sequences;
   KNAPFORMER_ASSERT(std::ssize(micro_batches) == step.seq_lens.num_sequences());
-  const auto num_ranks = static_cast<size_t>(step.seq_lens.num_ranks());
-  struct Part {
-    std::vector<int64_t> lens, counts, pairs;
-    std::vector<Mask> masks;
-    std::vector<double> work;
-  };
-  std::vector<Part> parts(static_cast<size_t>(input.num_micro_batches));
-  for (Part& part : parts) part.counts.resize(num_ranks);
+  const auto num_micro_batches = static_cast<size_t>(input.num_micro_batches);
+  const std::vector<int64_t> none(static_cast<size_t>(step.seq_lens.num_ranks()));
+  std::vector<PlanInput> inputs(num_micro_batches, step.without_sequences());
+  std::vector<std::vector<int64_t>> lens(num_micro_batches), counts(num_micro_batches, none);
   for (size_t s = 0; s < micro_batches.size(); ++s) {
     const SequenceId id(s);
-    Part& part = parts[micro_batches[s]];
-    part.lens.push_back(step.seq_lens[id]);
-    ++part.counts[step.seq_lens.home_of(id).index()];
-    if (!step.masks.empty()) part.masks.push_back(step.masks[s]);
-    if (!step.attention_pairs.empty()) part.pairs.push_back(step.attention_pairs[s]);
-    if (!step.given_work.empty()) part.work.push_back(step.given_work[s]);
+    const int32_t k = micro_batches[s];
+    lens[k].push_back(step.seq_lens[id]);
+    ++counts[k][step.seq_lens.home_of(id).index()];
+    inputs[k].append_given(step, id);
   }
-  std::vector<PlanInput> inputs;
-  inputs.reserve(parts.size());
-  for (Part& part : parts) {
-    inputs.push_back({.seq_lens = SequenceLengths(std::move(part.lens), part.counts),
-                      .topology = step.topology,
-                      .d_model = step.d_model,
-                      .workload = step.workload,
-                      .attention_pairs = std::move(part.pairs),
-                      .masks = std::move(part.masks),
-                      .cluster = step.cluster,
-                      .model = step.model,
-                      .rank_speed = step.rank_speed,
-                      .max_tokens_per_rank = step.max_tokens_per_rank,
-                      .given_work = std::move(part.work),
-                      .token_part = step.token_part,
-                      .query_cuts = step.query_cuts});
-  }
+  for (size_t k = 0; k < num_micro_batches; ++k) inputs[k].seq_lens = SequenceLengths(std::move(lens[k]), counts[k]);
   return inputs;
 }
 

@@ -59,7 +59,7 @@ class StepPlan {
   /// is kMicroBatch.
   StepPlan(StepInput input, std::vector<int32_t> micro_batches, std::vector<Plan> plans);
   /// A step of one micro-batch.
-  explicit StepPlan(Plan plan);
+  StepPlan(Plan plan);
 
   const StepInput& input() const { return input_; }
   int32_t num_micro_batches() const { return input_.num_micro_batches; }

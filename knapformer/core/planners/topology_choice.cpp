@@ -7,7 +7,6 @@
 #include "knapformer/core/cost/step_time.h"
 #include "knapformer/core/planners/planner.h"
 #include "knapformer/core/util/error.h"
-#include "knapformer/core/util/infinity.h"
 
 namespace knapformer {
 namespace {

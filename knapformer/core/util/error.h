@@ -6,6 +6,7 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <limits>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -42,6 +43,8 @@ template <class Thrown = ArgumentError, class Got>
 [[noreturn]] void throw_argument(std::string_view argument, const Got& got, std::string_view expected) {
   throw Thrown(text(argument, ": got ", got, ", expected ", expected));
 }
+
+inline constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 /// The upper bound of all factors, rates and seconds that users give; its inverse is the lower bound of rates. Lengths
 /// and widths have their own bounds. So no work or time that follows from them, and no sum over all ranks, leaves the

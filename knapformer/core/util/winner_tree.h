@@ -8,7 +8,7 @@
 #include <span>
 #include <vector>
 
-#include "knapformer/core/util/infinity.h"
+#include "knapformer/core/util/error.h"
 
 namespace knapformer {
 

@@ -20,8 +20,24 @@ TEST(LowerBound, NoPlanBeatsIt) {
     in.model.num_heads = seed % 5 == 0 ? static_cast<int32_t>(cases.integer(1, 12)) : 0;
     if (seed % 7 == 0) in.cluster.node_bytes_per_s = in.cluster.network_bytes_per_s;
     if (seed % 4 == 1) cases.cut_queries(in);
-    const double bound = lower_bound_s(in);
+    const double bound = lower_bound_s({in});
     for (int i = 0; i < 5; ++i) EXPECT_GE(step_s(cases.any_plan(in)), bound * (1 - 1e-12)) << "seed " << seed;
+  }
+}
+
+TEST(LowerBound, NoStepBeatsIt) {
+  Cases cases(2);
+  for (int i = 0; i < 200; ++i) {
+    StepInput input{.sequences = cases.input(i % 2 == 0, 2000),
+                    .num_micro_batches = static_cast<int32_t>(cases.integer(1, 4)),
+                    .sync = i % 3 == 0 ? StepSync::kStep : StepSync::kMicroBatch};
+    if (i % 5 == 0) input.sequences.rank_speed = cases.rank_speed(input.sequences.topology.num_ranks());
+    if (i % 4 == 0) input.sequences.model.num_parameters = 1e7;
+    const double bound_s = lower_bound_s(input);
+    for (int j = 0; j < 5; ++j) {
+      const StepPlan plan = cases.any_step(input);
+      EXPECT_LE(bound_s, predict_accumulated(plan).total_s * (1 + 1e-9));
+    }
   }
 }
 

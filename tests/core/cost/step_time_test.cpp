@@ -4,10 +4,12 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <string>
 
 #include "knapformer/core/util/error.h"
 #include "tests/core/cases.h"
+#include "tests/core/mixes.h"
 
 namespace knapformer {
 namespace {
@@ -41,6 +43,16 @@ PlanInput input_of(const std::vector<std::vector<int64_t>>& lens, const char* to
           .workload = {.gamma = gamma}};
 }
 
+/// The step of the same plan on this cluster, of this model.
+StepTime predict_on(const Plan& plan, const Cluster& cluster, const TrainedModel& model,
+                    std::span<const RankCompute> measured = {}) {
+  PlanInput input = plan.input();
+  input.cluster = cluster;
+  input.model = model;
+  return predict_step(Plan(input, "test", {plan.placements().begin(), plan.placements().end()}, plan.chunk_lens()),
+                      measured);
+}
+
 double token_s(double tokens) { return 24 * tokens * kWidth * kWidth / 1e9; }
 double attention_s(double len) { return 0.5 * 4 * len * len * kWidth / 1e9; }
 
@@ -49,12 +61,11 @@ TEST(StepTime, WithoutBalancerIsTheSlowestRanksCompute) {
   home.validate();
   EXPECT_EQ(home.tokens_moved(), 0);
   EXPECT_TRUE(std::ranges::equal(home.workload_after(), home.workload_before()));
-  const StepTime step = predict_step(home, round_hardware(), small_model());
+  const StepTime step = predict_on(home, round_hardware(), small_model());
   // 3 blocks; forward, recompute and a backward of two forwards.
   EXPECT_DOUBLE_EQ(step.token_s, 3 * 4 * token_s(300));
   EXPECT_DOUBLE_EQ(step.attention_s, 3 * 4 * attention_s(300));
   EXPECT_DOUBLE_EQ(step.total_s(), step.token_s + step.attention_s);
-  EXPECT_EQ(step.slowest_group, Rank(1));
   EXPECT_EQ(step.route_bytes.total(), 0);
   EXPECT_EQ(step.attention_bytes.total(), 0);
   const double work_s = token_s(470) + attention_s(100) + attention_s(50) + attention_s(300) + attention_s(20);
@@ -62,7 +73,7 @@ TEST(StepTime, WithoutBalancerIsTheSlowestRanksCompute) {
 
   TrainedModel no_recompute = small_model();
   no_recompute.recomputes = false;
-  EXPECT_DOUBLE_EQ(predict_step(home, round_hardware(), no_recompute).token_s, 3 * 3 * token_s(300));
+  EXPECT_DOUBLE_EQ(predict_on(home, round_hardware(), no_recompute).token_s, 3 * 3 * token_s(300));
 }
 
 TEST(StepTime, StaticSharingKeepsSequencesInTheirHomeBag) {
@@ -73,7 +84,7 @@ TEST(StepTime, StaticSharingKeepsSequencesInTheirHomeBag) {
   EXPECT_EQ(home.tokens_after()[2] + home.tokens_after()[3], 20);
   for (const Placement& placement : home.placements()) EXPECT_EQ(placement.degree, 2);
   // The first bag's two ranks share all that they drew, evenly.
-  const StepTime step = predict_step(home, round_hardware(), small_model());
+  const StepTime step = predict_on(home, round_hardware(), small_model());
   EXPECT_DOUBLE_EQ(step.token_s, 3 * 4 * token_s(225));
   EXPECT_DOUBLE_EQ(step.attention_s, 3 * 4 * (attention_s(100) + attention_s(50) + attention_s(300)) / 2);
   EXPECT_THROW(plan_home_bags(input_of({{100}, {300}}, "g2/1n1")), ArgumentError);
@@ -81,26 +92,25 @@ TEST(StepTime, StaticSharingKeepsSequencesInTheirHomeBag) {
 
 TEST(StepTime, MeasuredComputeTakesTheModelsPlace) {
   const Plan plan(input_of({{100}, {40}, {30}}, "g1n1+g2n1"), "test", {at(1, 1, 2), at(1, 1, 2), at(0, 0, 1)});
-  const StepTime modelled = predict_step(plan, round_hardware(), small_model());
+  const StepTime modelled = predict_on(plan, round_hardware(), small_model());
   // Ranks 1 and 2 wait for each other between the phases: 5 + 4, though neither computes longer than 6.
   const std::vector<RankCompute> measured = {{3, 1, 0}, {5, 0, 1}, {2, 0, 4}};
-  const StepTime step = predict_step(plan, round_hardware(), small_model(), measured);
+  const StepTime step = predict_on(plan, round_hardware(), small_model(), measured);
   EXPECT_DOUBLE_EQ(step.token_s, 3 * 4 * 5);
   EXPECT_DOUBLE_EQ(step.attention_s, 3 * 4 * 4);
   EXPECT_DOUBLE_EQ(step.ideal_s, 3 * 4 * (4 + 6 + 6) / 3.0);
-  EXPECT_EQ(step.slowest_group, Rank(1));
   EXPECT_DOUBLE_EQ(step.route_s, modelled.route_s);
   EXPECT_EQ(step.attention_bytes.total(), modelled.attention_bytes.total());
 
-  EXPECT_THROW(predict_step(plan, round_hardware(), small_model(), std::span(measured).first(2)), ArgumentError);
+  EXPECT_THROW(predict_on(plan, round_hardware(), small_model(), std::span(measured).first(2)), ArgumentError);
   const std::vector<RankCompute> negative = {{3, 1, 0}, {5, -1, 1}, {2, 0, 4}};
-  EXPECT_THROW(predict_step(plan, round_hardware(), small_model(), negative), ArgumentError);
+  EXPECT_THROW(predict_on(plan, round_hardware(), small_model(), negative), ArgumentError);
 }
 
 TEST(StepTime, ASharedSequenceSpreadsItsWorkAndPaysForExchanges) {
   // One sequence of 100 tokens over 4 ranks in nodes of 2: 25 tokens a rank, a quarter of the attention each.
   const Plan plan(input_of({{100}, {}, {}, {}}, "g4n1"), "test", {at(0, 0, 4)});
-  const StepTime step = predict_step(plan, round_hardware(), small_model());
+  const StepTime step = predict_on(plan, round_hardware(), small_model());
   EXPECT_DOUBLE_EQ(step.token_s, 3 * 4 * token_s(25));
   EXPECT_DOUBLE_EQ(step.attention_s, 3 * 4 * attention_s(100) / 4);
   // To each of 3 peers a quarter of the columns of 25 rows, 2 bytes each, q, k, v and o: one peer in the node, two
@@ -127,8 +137,8 @@ TEST(StepTime, AConnectedGroupTakesItsLongestPhases) {
   };
   Cluster hw = round_hardware();
   hw.node_bytes_per_s = 1e15;  // exchanges as good as free
-  const StepTime apart = predict_step(plan_with(1), hw, small_model());
-  const StepTime together = predict_step(plan_with(2), hw, small_model());
+  const StepTime apart = predict_on(plan_with(1), hw, small_model());
+  const StepTime together = predict_on(plan_with(2), hw, small_model());
   EXPECT_NEAR(together.token_s, 3 * 4 * token_s(402), 1e-12);
   EXPECT_NEAR(together.attention_s, 3 * 4 * (attention_s(300) + attention_s(4) / 2), 1e-12);
   EXPECT_GT(together.token_s + together.attention_s, apart.token_s + apart.attention_s);
@@ -143,9 +153,9 @@ TEST(StepTime, AConnectedGroupTakesItsLongestPhases) {
 TEST(StepTime, WhatIsWholeHidesWhatTravels) {
   const Plan plan(input_of({{64, 500}, {}}, "g2/1n1"), "test", {at(0, 0, 2), at(0, 0, 1)});
   Cluster hw = round_hardware();
-  const StepTime exposed = predict_step(plan, hw, small_model());
+  const StepTime exposed = predict_on(plan, hw, small_model());
   hw.overlaps_attention = true;
-  const StepTime hidden = predict_step(plan, hw, small_model());
+  const StepTime hidden = predict_on(plan, hw, small_model());
   const double pre_s = 3 * 32 * (kWidth / 2.0) * 2 / 1e6;
   ASSERT_LT(pre_s, attention_s(500));
   // In forward, recompute and backward.
@@ -161,7 +171,7 @@ TEST(StepTime, FsdpShowsOnlyWhatTheBlocksDoNotHide) {
   model.shard_ranks = 4;
   const auto fsdp_s = [&](int64_t len, double num_parameters) {
     model.num_parameters = num_parameters;
-    return predict_step(plan_home(input_of({{len}, {len}, {len}, {len}}, "g1n4")), hw, model).fsdp_s;
+    return predict_on(plan_home(input_of({{len}, {len}, {len}, {len}}, "g1n4")), hw, model).fsdp_s;
   };
   // A block's parameters: half of them lie in the other node, whose two adapters bring 0.5 MB/s. First gather, last
   // reduction.
@@ -182,7 +192,7 @@ TEST(StepTime, FsdpGathersTwiceAndReducesOnce) {
   const auto bytes = [&](int32_t shard_ranks, StepMode mode) {
     model.shard_ranks = shard_ranks;
     model.mode = mode;
-    return predict_step(plan_home(input_of({{1}, {1}, {1}, {1}}, "g1n4")), round_hardware(), model).fsdp_bytes;
+    return predict_on(plan_home(input_of({{1}, {1}, {1}, {1}}, "g1n4")), round_hardware(), model).fsdp_bytes;
   };
   // Of four ranks each sends its quarter to three others, two gathers and a reduction.
   EXPECT_DOUBLE_EQ(bytes(4, StepMode::kTraining), 4 * 3 * (2000.0 / 4 * 3));
@@ -198,15 +208,9 @@ TEST(StepTime, HostCostCountsPieces) {
   Cluster hw = round_hardware();
   hw.host_s_per_piece = 1;
   const Plan plan(input_of({{100, 60, 7}, {}}, "g2/1n1"), "test", {at(0, 0, 2), at(0, 0, 2), at(0, 1, 1)});
-  const StepTime step = predict_step(plan, hw, small_model());
+  const StepTime step = predict_on(plan, hw, small_model());
   EXPECT_DOUBLE_EQ(step.host_s, 3 * 4);  // blocks; two chunks in two pieces each
   for (const RankTime& rank : step.ranks) EXPECT_DOUBLE_EQ(3 * rank.block_s(small_model().passes()), step.blocks_s());
-}
-
-TEST(StepTime, RefusesParametersOutOfRange) {
-  const Plan plan = plan_home(input_of({{1}}, "g1n1"));
-  EXPECT_THROW(predict_step(plan, {.flops_per_s = 0}, {}), ArgumentError);
-  EXPECT_THROW(predict_step(plan, {}, {.num_blocks = 0}), ArgumentError);
 }
 
 /// Numbers small enough to work out by hand: width 1, 1 FLOP/s, one forward pass of one block: 24 s a token and 4 l^2 s
@@ -328,14 +332,14 @@ TEST(StepTime, IsFiniteOnTheSlowestCluster) {
 TEST(StepTime, AdaptersOnAFrozenBaseNeedNoGradientsOfIt) {
   const Plan plan(input_of({{100}, {40}}, "g2n1"), "any", {at(0, 0, 2), at(0, 0, 2)});
   TrainedModel model = small_model();
-  const StepTime full = predict_step(plan, round_hardware(), model);
+  const StepTime full = predict_on(plan, round_hardware(), model);
   model.mode = StepMode::kLora;
-  const StepTime lora = predict_step(plan, round_hardware(), model);
+  const StepTime lora = predict_on(plan, round_hardware(), model);
   EXPECT_DOUBLE_EQ(lora.token_s, full.token_s * 3 / 4);
   EXPECT_DOUBLE_EQ(lora.attention_s, full.attention_s);
   EXPECT_DOUBLE_EQ(lora.exchange_s, full.exchange_s);
   model.mode = StepMode::kInference;
-  const StepTime inference = predict_step(plan, round_hardware(), model);
+  const StepTime inference = predict_on(plan, round_hardware(), model);
   EXPECT_DOUBLE_EQ(inference.token_s, full.token_s / 4);
   EXPECT_DOUBLE_EQ(inference.exchange_s, full.exchange_s / 3);
   EXPECT_DOUBLE_EQ(inference.route_s, full.route_s / 2);
@@ -344,7 +348,7 @@ TEST(StepTime, AdaptersOnAFrozenBaseNeedNoGradientsOfIt) {
 TEST(StepTime, AStepTakesWhatItsSlowestReplicaTakes) {
   const PlanInput in = input_of({{100}, {}, {300}, {}}, "g2n1");
   const Plan plan(in, "any", {at(0, 0, 2), at(1, 2, 2)});
-  const StepTime step = predict_step(plan, round_hardware(), small_model());
+  const StepTime step = predict_on(plan, round_hardware(), small_model());
   ASSERT_EQ(step.replicas.size(), 2u);
   EXPECT_LT(step.replicas[0].step_s, step.replicas[1].step_s);
   EXPECT_DOUBLE_EQ(step.total_s(), step.replicas[1].step_s);
@@ -397,6 +401,51 @@ TEST(StepTime, BytesAreThoseOfEveryChunkToEveryPeer) {
     EXPECT_NEAR(attention, step.attention_bytes.total(), 1e-9 * attention);
     EXPECT_NEAR(attention_between, step.attention_bytes.between, 1e-9 * attention);
   }
+}
+
+TEST(Accumulation, RanksThatWaitInEachMicroBatchTakeTheSum) {
+  Cases cases(1);
+  for (int i = 0; i < 50; ++i) {
+    StepInput input{.sequences = cases.input(true), .num_micro_batches = static_cast<int32_t>(cases.integer(1, 4))};
+    input.sequences.cluster.fixed_s = 0.25;
+    input.sequences.model.num_parameters = 1e6;
+    const StepPlan plan = cases.any_step(input);
+    const AccumulatedTime time = predict_accumulated(plan);
+    double sum_s = 0;
+    for (const Plan& part : plan.plans()) sum_s += step_s(part);
+    EXPECT_DOUBLE_EQ(time.total_s, sum_s);
+    EXPECT_DOUBLE_EQ(std::accumulate(time.micro_batch_s.begin(), time.micro_batch_s.end(), 0.0), sum_s);
+  }
+}
+
+TEST(Accumulation, RanksThatWaitOnceGoOnWhenTheyAreDone) {
+  // Rank 0: 1000 tokens, then 10; rank 1: 10, then 1000. Waiting in each they take about 2000, waiting once 1010.
+  StepInput input{
+      .sequences = lengths_in({{1000, 10}, {10, 1000}}, "g2/1n1", 64), .num_micro_batches = 2, .sync = StepSync::kStep};
+  use_block_clock(input.sequences);
+  const auto blocks_s = [&](std::initializer_list<int64_t> lens) {
+    double sum_s = 0;
+    for (const int64_t l : lens)
+      sum_s += input.sequences.workload.work(l, 64) / 400e12 * input.sequences.model.num_blocks;
+    return sum_s;
+  };
+  const auto time_of = [&](int32_t degree_of_last) {
+    std::vector<Plan> plans;
+    const std::vector<int32_t> micro_batches = {0, 1, 0, 1};
+    for (PlanInput& part : micro_batch_inputs(input, micro_batches)) {
+      std::vector<Placement> placements;
+      for (int32_t r = 0; r < 2; ++r) placements.push_back(at(0, r, 1));
+      if (!plans.empty()) placements[1] = at(0, 0, degree_of_last);
+      if (!plans.empty() && degree_of_last == 1) placements[1].first_rank = Rank(1);
+      plans.emplace_back(std::move(part), "test", std::move(placements));
+    }
+    return predict_accumulated(StepPlan(input, micro_batches, std::move(plans))).total_s;
+  };
+  EXPECT_NEAR(time_of(1), blocks_s({1000, 10}), 1e-12);
+  // Shared, the last sequence starts when rank 0 is done with its first, and rank 1 has waited.
+  EXPECT_GT(time_of(2), blocks_s({1000, 10}) + blocks_s({1000}) / 2);
+  input.sync = StepSync::kMicroBatch;
+  EXPECT_NEAR(time_of(1), blocks_s({1000, 1000}), 1e-12);
 }
 
 }  // namespace

@@ -5,7 +5,7 @@
 #include <tuple>
 
 #include "knapformer/core/planners/balanced/effort.h"
-#include "knapformer/core/util/infinity.h"
+#include "knapformer/core/util/error.h"
 #include "knapformer/core/util/interrupt.h"
 #include "knapformer/core/util/random.h"
 #include "knapformer/core/util/winner_tree.h"

@@ -41,7 +41,7 @@
 #include <vector>
 
 #include "knapformer/core/plan/plan.h"
-#include "knapformer/core/util/infinity.h"
+#include "knapformer/core/util/error.h"
 
 namespace knapformer {
 

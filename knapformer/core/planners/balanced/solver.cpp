@@ -13,7 +13,7 @@
 #include "knapformer/core/planners/balanced/locality.h"
 #include "knapformer/core/planners/balanced/uneven_chunks.h"
 #include "knapformer/core/planners/greedy/greedy.h"
-#include "knapformer/core/util/infinity.h"
+#include "knapformer/core/util/error.h"
 #include "knapformer/core/util/winner_tree.h"
 
 namespace knapformer {

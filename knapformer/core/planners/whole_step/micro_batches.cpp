@@ -7,7 +7,6 @@
 #include <optional>
 #include <span>
 
-#include "knapformer/core/cost/accumulation.h"
 #include "knapformer/core/cost/bounds.h"
 #include "knapformer/core/cost/query_cuts.h"
 #include "knapformer/core/cost/step_time.h"
@@ -17,7 +16,6 @@
 #include "knapformer/core/planners/topology_choice.h"
 #include "knapformer/core/planners/whole_step/packing.h"
 #include "knapformer/core/util/error.h"
-#include "knapformer/core/util/infinity.h"
 
 namespace knapformer {
 namespace {
@@ -147,7 +145,7 @@ class StepSolver {
     const std::vector<PlanInput> inputs = micro_batch_inputs(input_, micro_batches);
     if (best_ && input_.sync == StepSync::kMicroBatch) {
       double bound_s = 0;
-      for (const PlanInput& input : inputs) bound_s += lower_bound_s(input);
+      for (const PlanInput& input : inputs) bound_s += lower_bound_s({input});
       if (bound_s * handicap >= best_s_) return;
     }
     std::vector<Plan> plans;

@@ -6,11 +6,11 @@
 #include <span>
 #include <utility>
 
-#include "knapformer/core/cost/accumulation.h"
+#include "knapformer/core/cost/bounds.h"
 #include "knapformer/core/cost/step_time.h"
 #include "knapformer/core/planners/balanced/construct.h"
 #include "knapformer/core/planners/balanced/placement_tree.h"
-#include "knapformer/core/util/infinity.h"
+#include "knapformer/core/util/error.h"
 
 namespace knapformer {
 namespace {

@@ -66,10 +66,10 @@ void check_close_to_the_best(bool with_given_work) {
     const double best = exhaustive_best(in);
     const Plan plan = balanced(in, {.moves = 5000});
     const double ratio = step_s(plan) / best;
-    EXPECT_GE(best, lower_bound_s(plan.input()) * (1 - 1e-12));
+    EXPECT_GE(best, lower_bound_s({plan.input()}) * (1 - 1e-12));
     EXPECT_GE(ratio, 1 - 1e-4) << "seed " << seed;  // a different cut may win by a token
     worst = std::max(worst, ratio);
-    bound_worst = std::max(bound_worst, best / lower_bound_s(plan.input()));
+    bound_worst = std::max(bound_worst, best / lower_bound_s({plan.input()}));
     sum += ratio;
   }
   EXPECT_LE(sum / kCases, 1.01);

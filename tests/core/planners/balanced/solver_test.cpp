@@ -28,7 +28,7 @@ TEST(BalancedSolver, PlansAreValidAndEqual) {
     const Plan plan = balanced(in, {.moves = 500});
     ASSERT_NO_THROW(plan.validate()) << "seed " << seed;
     EXPECT_EQ(plan, balanced(in, {.moves = 500})) << "seed " << seed;
-    EXPECT_GE(step_s(plan), lower_bound_s(plan.input()) * (1 - 1e-12)) << "seed " << seed;
+    EXPECT_GE(step_s(plan), lower_bound_s({plan.input()}) * (1 - 1e-12)) << "seed " << seed;
     EXPECT_GE(prediction_of(plan).gap(), -1e-12);
   }
 }

@@ -10,7 +10,8 @@
 #include <numeric>
 #include <tuple>
 
-#include "knapformer/core/cost/accumulation.h"
+#include "knapformer/core/cost/bounds.h"
+#include "knapformer/core/cost/step_time.h"
 #include "knapformer/core/planners/whole_step/fill_ranks.h"
 #include "knapformer/core/util/interrupt.h"
 #include "tests/core/cases.h"

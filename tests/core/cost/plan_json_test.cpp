@@ -1,4 +1,4 @@
-#include "knapformer/core/plan/plan_json.h"
+#include "knapformer/core/cost/plan_json.h"
 
 #include <gtest/gtest.h>
 
@@ -11,11 +11,6 @@
 
 namespace knapformer {
 namespace {
-
-std::string json_of(const Plan& plan) {
-  const PlanPrediction prediction = prediction_of(plan);
-  return plan_to_json(StepPlan(plan), prediction, {&prediction, 1});
-}
 
 Plan read(const std::string& json) { return plan_from_json(json).plans()[0]; }
 
@@ -34,25 +29,25 @@ TEST(PlanJson, GoesOutAndIn) {
     }
     if (seed % 4 == 1) cases.cut_queries(in);
     const Plan plan = cases.any_plan(in);
-    EXPECT_EQ(read(json_of(plan)), plan);
-    EXPECT_EQ(json_of(read(json_of(plan))), json_of(plan));
+    EXPECT_EQ(read(plan_to_json(plan)), plan);
+    EXPECT_EQ(plan_to_json(read(plan_to_json(plan))), plan_to_json(plan));
   }
 }
 
 TEST(PlanJson, InfiniteImbalanceIsNull) {
   const Plan plan = greedy(lengths_in({{4}, {}}, "g1n2", 8));
-  EXPECT_TRUE(nlohmann::json::parse(json_of(plan))["balance_before"]["wir"].is_null());
+  EXPECT_TRUE(nlohmann::json::parse(plan_to_json(plan))["balance_before"]["wir"].is_null());
 }
 
 TEST(PlanJson, RefusesAnyTruncation) {
   Cases cases(5);
-  const std::string json = json_of(cases.any_plan(cases.input(false)));
+  const std::string json = plan_to_json(cases.any_plan(cases.input(false)));
   for (size_t n = 0; n < json.size(); n += 7) EXPECT_THROW(plan_from_json(json.substr(0, n)), ArgumentError) << n;
 }
 
 TEST(PlanJson, RefusesChunksWhoseSumWouldWrap) {
   const Plan plan = greedy(lengths_in({{10}, {}, {}, {}}, "g4n1", 8));
-  auto json = nlohmann::json::parse(json_of(plan));
+  auto json = nlohmann::json::parse(plan_to_json(plan));
   constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
   json["chunk_lens_of_sequence"] = {{kMost, kMost, 12, 0}};
   EXPECT_THROW(plan_from_json(json.dump()), ArgumentError);
@@ -67,7 +62,7 @@ TEST(PlanJson, RefusesDeepNesting) {
 
 TEST(PlanJson, RefusesWhatIsNoPlan) {
   Cases cases(5);
-  const auto good = nlohmann::json::parse(json_of(cases.any_plan(cases.input(false))));
+  const auto good = nlohmann::json::parse(plan_to_json(cases.any_plan(cases.input(false))));
   EXPECT_THROW(plan_from_json("[]"), ArgumentError);
   EXPECT_THROW(plan_from_json("{}"), ArgumentError);
   const std::vector<std::pair<const char*, nlohmann::json>> broken = {{"format", "other/1"},

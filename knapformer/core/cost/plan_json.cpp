@@ -1,13 +1,19 @@
-#include "knapformer/core/plan/plan_json.h"
+#include "knapformer/core/cost/plan_json.h"
 
 #include <cmath>
+#include <concepts>
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <utility>
+#include <vector>
 
-#include "knapformer/core/plan/json_fields.h"
+#include "knapformer/core/cost/bounds.h"
 #include "knapformer/core/util/error.h"
-#include "knapformer/core/util/infinity.h"
 
 namespace knapformer {
 namespace {
+
+using Json = nlohmann::ordered_json;
 
 constexpr std::string_view kFormat = "knapformer.plan/2", kStepFormat = "knapformer.step_plan/1";
 
@@ -20,9 +26,9 @@ Json to_json(const T& value) {
     Json json;
     for_each_field<T>([&](const auto& f) { json[f.name] = to_json(value.*f.member); });
     return json;
-  } else if constexpr (std::is_same_v<T, double>) {
+  } else if constexpr (std::same_as<T, double>) {
     return number(value);
-  } else if constexpr (std::is_same_v<T, StepMode>) {
+  } else if constexpr (std::same_as<T, StepMode>) {
     return step_mode_name(value);
   } else {
     return value;
@@ -30,20 +36,89 @@ Json to_json(const T& value) {
 }
 
 template <class T>
-void read(const Json& json, const char* name, T& value) {
+T field_of(const Json& object, const char* name);
+
+/// The value of a field. One that has another type, or is too large for its place (where the library's get<T>() would
+/// truncate it), causes an ArgumentError that names it.
+template <class T>
+T value_of(const Json& json, const char* name) {
+  const auto refuse = [&](const std::string& expected) {
+    throw_argument(
+        "plan",
+        text("'", name, json.is_number() ? "' with " : "' of type ", json.is_number() ? json.dump() : json.type_name()),
+        expected);
+  };
   if constexpr (IsRecord<T>) {
-    const auto object = json_field<Json>(json, name);
-    if (!object.is_object()) throw_argument("plan", text("'", name, "' of type ", object.type_name()), "an object");
-    for_each_field<T>([&](const auto& f) { read(object, f.name, value.*f.member); });
-  } else if constexpr (std::is_same_v<T, double>) {
-    const auto it = json.find(name);
-    value = it != json.end() && it->is_null() ? kInfinity : json_field<double>(json, name);
-  } else if constexpr (std::is_same_v<T, StepMode>) {
-    value = parse_step_mode(json_field<std::string>(json, name));
-  } else if (std::is_same_v<T, bool> && !json.contains(name)) {  // cuts_queries: plans of 1.0 have none
+    if (!json.is_object()) refuse("an object");
+    T record;
+    for_each_field<T>([&](const auto& f) {
+      using Member = std::remove_cvref_t<decltype(record.*f.member)>;
+      if (std::same_as<Member, bool> && !json.contains(f.name)) return;  // cuts_queries: plans of 1.0 have none
+      record.*f.member = field_of<Member>(json, f.name);
+    });
+    return record;
+  } else if constexpr (std::same_as<T, StepMode>) {
+    return parse_step_mode(value_of<std::string>(json, name));
+  } else if constexpr (std::same_as<T, Json>) {
+    return json;
+  } else if constexpr (std::same_as<T, double>) {
+    if (!json.is_number() && !json.is_null()) refuse("a number");
+    return json.is_null() ? kInfinity : json.get<T>();
+  } else if constexpr (std::same_as<T, bool> || std::same_as<T, std::string>) {
+    if (json.get_ptr<const T*>() == nullptr) refuse("what a plan has there");
+    return json.get<T>();
+  } else if constexpr (std::integral<T>) {
+    if (!json.is_number_integer()) refuse("integers");
+    const bool fits =
+        json.is_number_unsigned() ? std::in_range<T>(json.get<uint64_t>()) : std::in_range<T>(json.get<int64_t>());
+    if (!fits) refuse(text("integers from ", std::numeric_limits<T>::min(), " to ", std::numeric_limits<T>::max()));
+    return json.get<T>();
   } else {
-    value = json_field<T>(json, name);
+    if (!json.is_array()) refuse("a list");
+    T values;
+    values.reserve(json.size());
+    for (const Json& item : json) values.push_back(value_of<typename T::value_type>(item, name));
+    return values;
   }
+}
+
+template <class T>
+T field_of(const Json& object, const char* name) {
+  const auto it = object.find(name);
+  if (it == object.end()) throw_argument("plan", text("JSON without '", name, "'"), "a plan as knapformer writes it");
+  return value_of<T>(*it, name);
+}
+
+/// Parses an object.
+Json parse_json(std::string_view json_text) {
+  Json json;
+  try {
+    json = Json::parse(json_text, [](int depth, Json::parse_event_t, Json&) {
+      constexpr int kMostNested = 32;  // copies and destructors recurse
+      if (depth > kMostNested)
+        throw_argument("plan", text("JSON of more than ", kMostNested, " levels"), "a plan as JSON");
+      return true;
+    });
+  } catch (const nlohmann::json::parse_error& error) {
+    throw_argument("plan", text("malformed JSON at byte ", error.byte), "a plan as JSON");
+  } catch (const nlohmann::json::exception& error) {  // a number that overflows
+    throw_argument("plan", text("JSON that cannot be read (", error.what(), ")"), "numbers in the range of a double");
+  }
+  if (!json.is_object()) throw_argument("plan", text("JSON of type ", json.type_name()), "an object");
+  return json;
+}
+
+template <class T>
+std::vector<T> per_sequence(const Json& json, const char* name, size_t num_sequences) {
+  auto values = field_of<std::vector<T>>(json, name);
+  if (values.size() == num_sequences) return values;
+  throw_argument("plan", text("'", name, "' with ", values.size(), " values"),
+                 text("one for each of the ", num_sequences, " sequences"));
+}
+
+void check_format(const Json& json, std::string_view format) {
+  const auto got = field_of<std::string>(json, "format");
+  if (got != format) throw_argument("plan", text("format '", got, "'"), text("'", format, "'"));
 }
 
 Json loads(const LoadBalance& balance) {
@@ -57,10 +132,11 @@ Json lists_of(const SequenceLengths& seq_lens) {
 }
 
 SequenceLengths seq_lens_of(const Json& json) {
-  return SequenceLengths::from_lists(json_field<std::vector<std::vector<int64_t>>>(json, "seq_lens"));
+  return SequenceLengths::from_lists(field_of<std::vector<std::vector<int64_t>>>(json, "seq_lens"));
 }
 
-void add_moved_and_predicted(Json& json, const auto& plan, const PlanPrediction& prediction) {
+void add_moved_and_predicted(Json& json, const StepPlan& plan) {
+  const PlanPrediction prediction = prediction_of(plan);
   json["tokens_moved"] = plan.tokens_moved();
   json["attention_tokens_moved"] = plan.attention_tokens_moved();
   json["predicted_time_s"] = prediction.predicted_time_s;
@@ -79,7 +155,7 @@ AnyPlan valid(AnyPlan plan) {
   return plan;
 }
 
-Json to_json(const Plan& plan, const PlanPrediction& prediction) {
+Json json_of(const Plan& plan) {
   Json json;
   json["format"] = kFormat;
   json["solver"] = plan.solver();
@@ -124,45 +200,38 @@ Json to_json(const Plan& plan, const PlanPrediction& prediction) {
   json["tokens_after"] = plan.tokens_after();
   json["balance_before"] = loads(plan.balance_before());
   json["balance_after"] = loads(plan.balance_after());
-  add_moved_and_predicted(json, plan, prediction);
+  add_moved_and_predicted(json, plan);
   return json;
 }
 
 Plan plan_of(const Json& json) {
   PlanInput input{
       .seq_lens = seq_lens_of(json),
-      .topology = Topology::parse(json_field<std::string>(json, "topology"), json_field<int64_t>(json, "num_ranks")),
+      .topology = Topology::parse(field_of<std::string>(json, "topology"), field_of<int64_t>(json, "num_ranks")),
       .workload = {},
-      .attention_pairs = json_field<std::vector<int64_t>>(json, "attention_pairs")};
-  PlanInput::for_each_setting(input, [&](const char* name, auto& value) { read(json, name, value); });
+      .attention_pairs = field_of<std::vector<int64_t>>(json, "attention_pairs")};
+  PlanInput::for_each_setting(
+      input, [&]<class Value>(const char* name, Value& value) { value = field_of<Value>(json, name); });
   if (json.contains("work")) {
-    input.given_work = json_field<std::vector<double>>(json, "work");
-    input.token_part = json_field<double>(json, "token_part");
+    input.given_work = field_of<std::vector<double>>(json, "work");
+    input.token_part = field_of<double>(json, "token_part");
   }
   if (json.contains("masks")) {
-    for (const auto& mask : json_field<std::vector<std::string>>(json, "masks"))
-      input.masks.push_back(Mask::parse(mask));
+    for (const auto& mask : field_of<std::vector<std::string>>(json, "masks")) input.masks.push_back(Mask::parse(mask));
   }
   if (json.contains("query_cuts")) {
-    for (const auto& cut : json_field<std::vector<std::vector<int32_t>>>(json, "query_cuts")) {
+    for (const auto& cut : field_of<std::vector<std::vector<int32_t>>>(json, "query_cuts")) {
       if (cut.size() != 3)
         throw_argument("plan", text("'query_cuts' with ", cut.size(), " numbers"), "3: ranks, parts, stages");
       input.query_cuts.push_back({.degree = cut[0], .num_parts = cut[1], .num_stages = cut[2]});
     }
   }
   input.validate();
-  const auto bags = json_field<std::vector<int32_t>>(json, "bag_of_sequence");
-  const auto first_ranks = json_field<std::vector<int32_t>>(json, "first_rank_of_sequence");
-  const auto degrees = json_field<std::vector<int32_t>>(json, "degree_of_sequence");
-  const auto lens = json_field<std::vector<std::vector<int64_t>>>(json, "chunk_lens_of_sequence");
   const auto num_sequences = static_cast<size_t>(input.seq_lens.num_sequences());
-  if (bags.size() != num_sequences || first_ranks.size() != num_sequences || degrees.size() != num_sequences ||
-      lens.size() != num_sequences) {
-    throw_argument("plan",
-                   text(bags.size(), " bags, ", first_ranks.size(), " first ranks, ", degrees.size(), " degrees and ",
-                        lens.size(), " lists of chunk lengths"),
-                   text("one of each for the ", num_sequences, " sequences"));
-  }
+  const auto bags = per_sequence<int32_t>(json, "bag_of_sequence", num_sequences);
+  const auto first_ranks = per_sequence<int32_t>(json, "first_rank_of_sequence", num_sequences);
+  const auto degrees = per_sequence<int32_t>(json, "degree_of_sequence", num_sequences);
+  const auto lens = per_sequence<std::vector<int64_t>>(json, "chunk_lens_of_sequence", num_sequences);
   std::vector<Placement> placements(num_sequences);
   std::vector<int64_t> chunk_lens;
   for (size_t s = 0; s < num_sequences; ++s) {
@@ -184,36 +253,21 @@ Plan plan_of(const Json& json) {
     chunk_lens.insert(chunk_lens.end(), lens[s].begin(), lens[s].end());
   }
   return valid(
-      Plan(std::move(input), json_field<std::string>(json, "solver"), std::move(placements), std::move(chunk_lens)));
+      Plan(std::move(input), field_of<std::string>(json, "solver"), std::move(placements), std::move(chunk_lens)));
 }
 
-/// The input of a step, from those of its micro-batches. The shared settings come from the first plan, and masks and
-/// work from the plan of each sequence.
+/// The input of a step, from those of its micro-batches.
 StepInput input_of(std::span<const Plan> plans, std::span<const int32_t> micro_batches, SequenceLengths seq_lens) {
-  StepInput input{.sequences = plans.front().input(), .num_micro_batches = static_cast<int32_t>(plans.size())};
+  StepInput input{.sequences = plans.front().input().without_sequences(),
+                  .num_micro_batches = static_cast<int32_t>(plans.size())};
   input.sequences.seq_lens = std::move(seq_lens);
-  input.sequences.attention_pairs.clear();
-  input.sequences.masks.clear();
-  input.sequences.given_work.clear();
-  const bool has_pairs =
-      std::ranges::any_of(plans, [](const Plan& plan) { return !plan.input().attention_pairs.empty(); });
-  const bool has_masks = std::ranges::any_of(plans, [](const Plan& plan) { return !plan.input().masks.empty(); });
-  const bool has_work = std::ranges::any_of(plans, [](const Plan& plan) { return !plan.input().given_work.empty(); });
-  std::vector<size_t> next(plans.size(), 0);
+  std::vector<int32_t> next(plans.size());
   for (const int32_t k : micro_batches) {
-    if (k < 0 || k >= input.num_micro_batches || next[k] >= plans[k].seq_lens().lens().size()) {
+    if (k < 0 || k >= input.num_micro_batches || next[k] >= plans[k].num_sequences()) {
       throw_argument("plan", text("a sequence of micro-batch ", k, " that no plan has"),
                      text("each sequence in one of the ", plans.size(), " plans"));
     }
-    const SequenceId id(next[k]++);
-    const PlanInput& part = plans[k].input();
-    if (has_pairs) {
-      const int64_t length = part.seq_lens[id];
-      input.sequences.attention_pairs.push_back(part.attention_pairs.empty() ? length * length
-                                                                             : part.attention_pairs[id.index()]);
-    }
-    if (has_masks) input.sequences.masks.push_back(part.mask_of(id).value_or(Mask()));
-    if (has_work) input.sequences.given_work.push_back(part.work(id));
+    input.sequences.append_given(plans[k].input(), SequenceId(next[k]++));
   }
   input.validate();
   return input;
@@ -221,36 +275,32 @@ StepInput input_of(std::span<const Plan> plans, std::span<const int32_t> micro_b
 
 StepPlan step_of(const Json& json) {
   SequenceLengths seq_lens = seq_lens_of(json);
-  auto micro_batches = json_field<std::vector<int32_t>>(json, "micro_batch_of_sequence");
+  auto micro_batches = per_sequence<int32_t>(json, "micro_batch_of_sequence", seq_lens.lens().size());
   std::vector<Plan> plans;
-  for (const Json& plan : json_field<std::vector<Json>>(json, "plans")) {
+  for (const Json& plan : field_of<std::vector<Json>>(json, "plans")) {
     check_format(plan, kFormat);
     plans.push_back(plan_of(plan));
   }
-  if (plans.empty() || std::ssize(micro_batches) != seq_lens.num_sequences()) {
-    throw_argument("plan", text(plans.size(), " plans, and micro-batches of ", micro_batches.size(), " sequences"),
-                   text("at least one plan, and micro-batches of the ", seq_lens.num_sequences(), " sequences"));
-  }
+  if (plans.empty()) throw_argument("plan", "'plans' with none", "a plan for each micro-batch");
   StepInput input = input_of(plans, micro_batches, std::move(seq_lens));
-  input.sync = parse_step_sync(json_field<std::string>(json, "sync"));
+  input.sync = parse_step_sync(field_of<std::string>(json, "sync"));
   return valid(StepPlan(std::move(input), std::move(micro_batches), std::move(plans)));
 }
 
 }  // namespace
 
-std::string plan_to_json(const StepPlan& plan, const PlanPrediction& prediction,
-                         std::span<const PlanPrediction> of_plans) {
-  if (plan.num_micro_batches() == 1) return to_json(plan.plans()[0], of_plans[0]).dump();
+std::string plan_to_json(const StepPlan& plan) {
+  if (plan.num_micro_batches() == 1) return json_of(plan.plans()[0]).dump();
   Json json;
   json["format"] = kStepFormat;
   json["sync"] = step_sync_name(plan.input().sync);
   json["seq_lens"] = lists_of(plan.seq_lens());
   json["micro_batch_of_sequence"] = plan.micro_batches();
   json["plans"] = Json::array();
-  for (size_t k = 0; k < plan.plans().size(); ++k) json["plans"].push_back(to_json(plan.plans()[k], of_plans[k]));
+  for (const Plan& micro_batch : plan.plans()) json["plans"].push_back(json_of(micro_batch));
   json["max_tokens"] = plan.max_tokens();
   json["exchanged_fraction"] = plan.exchanged_fraction();
-  add_moved_and_predicted(json, plan, prediction);
+  add_moved_and_predicted(json, plan);
   return json.dump();
 }
 
@@ -258,7 +308,7 @@ StepPlan plan_from_json(std::string_view json_text) {
   const Json json = parse_json(json_text);
   if (json.value("format", Json()) == kStepFormat) return step_of(json);
   check_format(json, kFormat);
-  return StepPlan(plan_of(json));
+  return plan_of(json);
 }
 
 }  // namespace knapformer
