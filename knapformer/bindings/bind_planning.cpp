@@ -1,5 +1,4 @@
 #include "knapformer/bindings/from_python.h"
-#include "knapformer/bindings/torch_bindings.h"
 
 namespace py = pybind11;
 using namespace knapformer;  // NOLINT: this file is nothing but names of the library
@@ -10,9 +9,11 @@ int32_t micro_batches_from(const py::object& count) {
   return integer_from<int32_t>(count, "micro_batches", 1, StepInput::kMaxMicroBatches);
 }
 
-std::tuple<PlanningAhead&> ahead_from(const py::object& ahead) {
-  return {instance_from<PlanningAhead>(ahead, "ahead", "what start_planning returned")};
+PlanningAhead& ahead_from(const py::object& ahead) {
+  return instance_from<PlanningAhead>(ahead, "ahead", "what start_planning returned");
 }
+
+const StepPlan& plan_from(const py::object& plan) { return instance_from<StepPlan>(plan, "plan", "a Plan"); }
 
 }  // namespace
 
@@ -39,20 +40,27 @@ ArgumentError.)")
 }
 
 void bind_planning(BalancerClass& balancer) {
+  const auto property = properties_of(balancer);
+  property("current", "The step in force: that of the last plan. StateError where there is none.",
+           [](const SequenceBalancer& self) { return self.current(); });
+  property("topology", "The topology's text.", [](const SequenceBalancer& self) { return self.topology().str(); });
+  property("plan", "The plan of the micro-batch in force. StateError where there is none.",
+           [](const SequenceBalancer& self) { return self.current().step_plan(); });
+  property("seq_lens", "int32 on the CPU: tokens of this rank's sequences in the plan in force.",
+           [](const SequenceBalancer& self) { return self.current().seq_lens(); });
+  property("chunk_lens",
+           "int32 on the CPU: tokens of the chunks that this rank holds in the plan in force, in row order.",
+           [](const SequenceBalancer& self) { return self.current().chunk_lens(); });
   balancer
       .def("plan_routing",
-           [](SequenceBalancer& self, const py::object& seq_lens, const py::object& d_model, const py::object& masks,
-              const py::object& micro_batches, const py::object& work) {
-             return convert_then_call(
-                 self,
-                 [&] {
-                   return std::tuple(lengths_from(seq_lens), width_from(d_model),
-                                     StepData{.masks = masks_from(masks),
-                                              .work = work_from(work),
-                                              .num_micro_batches = micro_batches_from(micro_batches)});
-                 },
-                 &SequenceBalancer::plan_routing);
-           })
+           converting<SequenceBalancer>(
+               [](SequenceBalancer& self, const std::vector<int64_t>& seq_lens, int64_t d_model,
+                  std::vector<Mask>& masks, int32_t micro_batches, std::vector<double>& work) {
+                 return self.plan_routing(
+                     seq_lens, d_model,
+                     {.masks = std::move(masks), .work = std::move(work), .num_micro_batches = micro_batches});
+               },
+               lengths_from, width_from, masks_from, micro_batches_from, work_from))
       .def("start_planning",
            [](SequenceBalancer& self, const py::object& seq_lens, const py::object& d_model,
               const py::object& micro_batches, const py::object& ended, const py::object& failure,
@@ -74,28 +82,12 @@ void bind_planning(BalancerClass& balancer) {
                  },
                  &SequenceBalancer::start_planning);
            })
-      .def("finish_planning",
-           [](SequenceBalancer& self, const py::object& ahead) {
-             return convert_then_call(self, [&] { return ahead_from(ahead); }, &SequenceBalancer::finish_planning);
-           })
-      .def("start_moving",
-           [](SequenceBalancer& self, const py::object& ahead) {
-             convert_then_call(self, [&] { return ahead_from(ahead); }, &SequenceBalancer::start_moving);
-           })
-      .def("finish_moving",
-           [](SequenceBalancer& self, const py::object& ahead) {
-             return convert_then_call(self, [&] { return ahead_from(ahead); }, &SequenceBalancer::finish_moving);
-           })
-      .def("step",
-           [](SequenceBalancer& self, const py::object& plan, const py::object& micro_batch) {
-             return convert_then_call(
-                 self,
-                 [&] {
-                   return std::tuple<const StepPlan&, int32_t>(instance_from<StepPlan>(plan, "plan", "a Plan"),
-                                                               integer_from<int32_t>(micro_batch, "micro_batch"));
-                 },
-                 &SequenceBalancer::step);
-           })
+      .def("finish_planning", converting<SequenceBalancer>(&SequenceBalancer::finish_planning, ahead_from))
+      .def("start_moving", converting<SequenceBalancer>(&SequenceBalancer::start_moving, ahead_from))
+      .def("finish_moving", converting<SequenceBalancer>(&SequenceBalancer::finish_moving, ahead_from))
+      .def("step", converting<SequenceBalancer>(
+                       &SequenceBalancer::step, plan_from,
+                       [](const py::object& index) { return integer_from<int32_t>(index, "micro_batch"); }))
       .def("use",
            [](SequenceBalancer& self, const Step& step) {
              self.follow(step);
@@ -107,20 +99,6 @@ void bind_planning(BalancerClass& balancer) {
              return self.current_for(call);
            })
       .def("watched", &SequenceBalancer::watched)
-      .def_property_readonly(
-          "current", [](const SequenceBalancer& self) { return self.current(); },
-          "The step in force: that of the last plan. StateError where there is none.")
-      .def_property_readonly(
-          "topology", [](const SequenceBalancer& self) { return self.topology().str(); }, "The topology's text.")
-      .def_property_readonly(
-          "plan", [](const SequenceBalancer& self) { return self.current().step_plan(); },
-          "The plan of the micro-batch in force. StateError where there is none.")
-      .def_property_readonly(
-          "seq_lens", [](const SequenceBalancer& self) { return self.current().seq_lens(); },
-          "int32 on the CPU: tokens of this rank's sequences in the plan in force.")
-      .def_property_readonly(
-          "chunk_lens", [](const SequenceBalancer& self) { return self.current().chunk_lens(); },
-          "int32 on the CPU: tokens of the chunks that this rank holds in the plan in force, in row order.")
       .def("observe",
            [](SequenceBalancer& self, const py::object& seconds) { self.observe(number_from(seconds, "seconds")); })
       .def("metrics", &SequenceBalancer::metrics);

@@ -1,5 +1,5 @@
 #include "knapformer/bindings/from_python.h"
-#include "knapformer/bindings/torch_bindings.h"
+#include "knapformer/torch/masked_attention.h"
 
 namespace py = pybind11;
 using namespace knapformer;  // NOLINT: this file is nothing but names of the library
@@ -81,37 +81,80 @@ Attend attend_from(const Step& self, const py::object& attend) {
   };
 }
 
-KernelMask mask_from(const py::object& mask) {
+KernelMask kernel_mask_from(const py::object& mask) {
   const std::string name = text_from(mask, "mask");
   return name == "planned" ? std::nullopt : std::optional(Mask::parse(name));
 }
 
 /// None: the kernel's own attribute `mask`, as PackedAttention has it, or "full".
-KernelMask mask_from(const py::object& mask, const py::object& attend) {
+KernelMask mask_applied_by(const py::object& attend, const py::object& mask) {
   std::optional<std::string> own;
   if (PyFunction_Check(attend.ptr()) == 0) own = as_text(py::getattr(attend, "mask", py::none()));  // a miss is slow
   if (mask.is_none() && !own && takes_masks(attend)) return std::nullopt;
   if (mask.is_none()) return Mask::parse(own.value_or("full"));
   if (own && own != as_text(mask)) throw_argument("mask", shown(mask), text("'", *own, "', as attend.mask says"));
-  return mask_from(mask);
+  return kernel_mask_from(mask);
+}
+
+/// parts: of each sequence the first query, queries, the first key, keys; none: all of all.
+MaskTables tables_of(const py::object& masks, const py::object& seq_lens,
+                     const std::optional<std::vector<std::array<int64_t, 4>>>& parts) {
+  const std::vector<int64_t> lens = lengths_from(seq_lens);
+  const std::vector<Mask> of_sequences = masks_from(masks);
+  if (of_sequences.size() != lens.size() || (parts && parts->size() != lens.size()))
+    throw_argument("masks", text(of_sequences.size(), " masks"),
+                   text("one for each of the ", lens.size(), " sequences"));
+  MaskRows rows;
+  for (size_t s = 0; s < lens.size(); ++s) {
+    const auto [first_query, num_queries, first_key, num_keys] =
+        parts ? (*parts)[s] : std::array<int64_t, 4>{0, lens[s], 0, lens[s]};
+    rows.add(of_sequences[s], lens[s], {first_query, num_queries, first_key, num_keys});
+  }
+  return MaskTables(std::move(rows));
+}
+
+auto tensor(const char* argument) {
+  return [argument](const py::object& given) { return tensor_from(given, argument); };
+}
+
+auto tuple_of(const Step::Returned& out) { return std::tuple(out.seq_lens, out.x); }
+auto tuple_of(const Step::AttentionInputs& out) { return std::tuple(out.seq_lens, out.q, out.k, out.v); }
+auto tuple_of(const Step::AttentionOutput& out) { return std::tuple(out.chunk_lens, out.o); }
+auto as_tuple(auto method) {
+  return [method](const Step& self, const auto&... given) { return tuple_of((self.*method)(given...)); };
 }
 
 }  // namespace
 
 void bind_step(py::module_& m) {
+  py::class_<MaskTables, std::shared_ptr<MaskTables>>(m, "MaskTables", "What packed queries of attention see.")
+      .def(py::init(&tables_of), py::arg("masks"), py::arg("seq_lens"), py::arg("parts") = py::none())
+      .def_property_readonly("num_queries", [](const MaskTables& t) { return t.rows().num_queries; })
+      .def_property_readonly("num_keys", [](const MaskTables& t) { return t.rows().num_keys; })
+      .def_property_readonly("runs", &MaskTables::runs, "For the op knapformer::masked_attention (masked_attention.h).")
+      .def(
+          "blocks_on",
+          [](MaskTables& t, const at::Device& device) {
+            const MaskTables::Blocks& blocks = t.blocks_on(device);
+            return std::make_tuple(blocks.bounds, blocks.lists);
+          },
+          py::arg("device"),
+          "For FlexAttention: by range the first keys and ends of queries, and lists of blocks (masked_attention.h).");
   m.def("set_kernel_for", [](py::object choose) { kernel_for() = std::move(choose); }, py::arg("choose"));
-  py::class_<Step>(m, "Step", R"(A plan on this rank, with the tables and groups by which its tensors move.
+  py::class_<Step> step(m, "Step", R"(A plan on this rank, with the tables and groups by which its tensors move.
 
 What balancer.step returns, and balancer.current. Its methods are those of SequenceBalancer, which go by the step in
-force; a step that is held goes by itself, whatever is planned after it.)")
-      .def_property_readonly("plan", &Step::step_plan, "The Plan of this micro-batch.")
-      .def_property_readonly("number", &Step::number, R"(By which messages name the step: ranks count, as they plan.
+force; a step that is held goes by itself, whatever is planned after it.)");
+  const auto property = properties_of(step);
+  property("plan", "The Plan of this micro-batch.", &Step::step_plan);
+  property("number", R"(By which messages name the step: ranks count, as they plan.
 
-A plan has one, an optimizer step's plan one for each micro-batch; no other step of the balancer has the same.)")
-      .def_property_readonly("seq_lens", &Step::seq_lens, "int32 on the CPU: tokens of this rank's sequences.")
-      .def_property_readonly("chunk_lens", &Step::chunk_lens,
-                             "int32 on the CPU: tokens of the chunks that this rank holds, in row order.")
-      .def(
+A plan has one, an optimizer step's plan one for each micro-batch; no other step of the balancer has the same.)",
+           &Step::number);
+  property("seq_lens", "int32 on the CPU: tokens of this rank's sequences.", &Step::seq_lens);
+  property("chunk_lens", "int32 on the CPU: tokens of the chunks that this rank holds, in row order.",
+           &Step::chunk_lens);
+  step.def(
           "route",
           [](const Step& self, const py::object& x, const py::object& features,
              const py::object& sequence_features) -> py::tuple {
@@ -126,34 +169,11 @@ A plan has one, an optimizer step's plan one for each micro-batch; no other step
             return py::make_tuple(routed.chunk_lens, routed.x, routed.features, routed.sequence_features);
           },
           py::arg("x"), py::arg("features") = py::none(), py::arg("sequence_features") = py::none())
-      .def(
-          "reverse_route",
-          [](const Step& self, const py::object& x) {
-            Step::Returned returned =
-                convert_then_call(self, [&] { return std::tuple(tensor_from(x, "x")); }, &Step::reverse_route);
-            return std::make_tuple(returned.seq_lens, returned.x);
-          },
-          py::arg("x"))
-      .def(
-          "pre_attn",
-          [](const Step& self, const py::object& q, const py::object& k, const py::object& v, const py::object& mask) {
-            Step::AttentionInputs inputs = convert_then_call(
-                self,
-                [&] {
-                  return std::tuple(tensor_from(q, "q"), tensor_from(k, "k"), tensor_from(v, "v"), mask_from(mask));
-                },
-                &Step::pre_attn);
-            return std::make_tuple(inputs.seq_lens, inputs.q, inputs.k, inputs.v);
-          },
-          py::arg("q"), py::arg("k"), py::arg("v"), py::arg("mask") = "full")
-      .def(
-          "post_attn",
-          [](const Step& self, const py::object& o) {
-            Step::AttentionOutput output =
-                convert_then_call(self, [&] { return std::tuple(tensor_from(o, "o")); }, &Step::post_attn);
-            return std::make_tuple(output.chunk_lens, output.o);
-          },
-          py::arg("o"))
+      .def("reverse_route", converting<const Step>(as_tuple(&Step::reverse_route), tensor("x")), py::arg("x"))
+      .def("pre_attn",
+           converting<const Step>(as_tuple(&Step::pre_attn), tensor("q"), tensor("k"), tensor("v"), kernel_mask_from),
+           py::arg("q"), py::arg("k"), py::arg("v"), py::arg("mask") = "full")
+      .def("post_attn", converting<const Step>(as_tuple(&Step::post_attn), tensor("o")), py::arg("o"))
       .def(
           "attention",
           [](const Step& self, const py::object& q, const py::object& k, const py::object& v, py::object attend,
@@ -163,7 +183,7 @@ A plan has one, an optimizer step's plan one for each micro-batch; no other step
                 [&] {
                   if (attend.is_none()) attend = own_kernel(self);
                   return std::tuple(tensor_from(q, "q"), tensor_from(k, "k"), tensor_from(v, "v"),
-                                    attend_from(self, attend), mask_from(mask, attend));
+                                    attend_from(self, attend), mask_applied_by(attend, mask));
                 },
                 &Step::attention);
           },

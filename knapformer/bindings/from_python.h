@@ -1,8 +1,15 @@
-// Arguments of the balancer: like arguments.h, but with tensors, and errors are reported to the ranks that wait for
-// this one.
+// The parts of knapformer._torch, and the arguments of the balancer: like arguments.h, but with tensors, and errors are
+// reported to the ranks that wait for this one. Conversion only.
+//
+// All files of the module include this one: what pybind11 converts must be the same in all of them.
 #pragma once
 
+#include <pybind11/chrono.h>
+#include <pybind11/functional.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <functional>
 #include <string_view>
@@ -10,8 +17,14 @@
 #include <vector>
 
 #include "knapformer/bindings/arguments.h"
-#include "knapformer/bindings/torch_bindings.h"
 #include "knapformer/core/model/mask.h"
+#include "knapformer/torch/balancer.h"
+
+using BalancerClass = pybind11::class_<knapformer::SequenceBalancer>;
+
+void bind_planning_ahead(pybind11::module_& m);
+void bind_planning(BalancerClass& balancer);  // lengths in, a plan out; what a step took, and its metrics
+void bind_step(pybind11::module_& m);         // routing and attention, and what packed queries see
 
 namespace knapformer {
 
@@ -63,6 +76,18 @@ auto convert_then_call(Self& self, Convert convert, Method method) {
     error.restore();
     throw pybind11::error_already_set();
   }
+}
+
+template <class>
+using Object = const pybind11::object&;
+
+/// The same as a method for Python, each of whose arguments is converted by one of `convert`, in order.
+template <class Self, class Method, class... Convert>
+auto converting(Method method, Convert... convert) {
+  return [=](Self& self, Object<Convert>... arguments) {
+    return convert_then_call(
+        self, [&] { return std::tuple<decltype(convert(arguments))...>{convert(arguments)...}; }, method);
+  };
 }
 
 }  // namespace knapformer

@@ -1,6 +1,5 @@
 // knapformer._torch: the balancer for Python.
 #include "knapformer/bindings/from_python.h"
-#include "knapformer/bindings/torch_bindings.h"
 #include "knapformer/core/util/error.h"
 #include "knapformer/core/util/interrupt.h"
 
@@ -55,7 +54,7 @@ BalancerClass bind_balancer(py::module_& m) {
               return BalancerOptions{.plan = settings_from(cost, max_tokens_per_rank),
                                      .solver = solver_from(solver),
                                      .effort = effort_from(cost.attr("effort")),
-                                     .mask = Mask::parse(text_from(cost.attr("mask"), "mask")),
+                                     .mask = mask_from(cost.attr("mask")),
                                      .sync = parse_step_sync(text_from(cost.attr("sync"), "sync")),
                                      .engine = engine_from(engine)};
             },
@@ -76,7 +75,6 @@ PYBIND11_MODULE(_torch, m) {
   py::module_::import("knapformer._core");   // Plan, and how errors translate
   py::module_::import("torch.distributed");  // ProcessGroup
   bind_planning_ahead(m);
-  bind_masks(m);
   bind_step(m);
   m.def(
       "refuse_balancer",
