@@ -203,7 +203,7 @@ class JointAdapter(Adapter):
         """Blocks of two streams, then those of one, by the conditioning of each chunk."""
         chunks, (cond,) = self.chunks(moved), moved.of_chunk
         double, *single = map(model.get_submodule, self.blocks)
-        x = chunks.through_both(double, run, moved.x, cond, ends_text=not any(map(len, single)))
+        x = chunks.through_both(double, run, moved.x, cond, ends_text=not single)
         for blocks in single:
             x = chunks.through(blocks, run, x, cond)
         return x
