@@ -166,7 +166,6 @@ class LTX2(JointAdapter):
     }  # fmt: skip
     min_text_tokens = 1
     conditions = {
-        "hidden_states": lambda config, size, draw: draw.normal(1, size.visual_tokens, config.in_channels),
         "audio_hidden_states": lambda config, size, draw: draw.normal(1, 4, config.audio_in_channels),
         "encoder_hidden_states": lambda config, size, draw: draw.normal(1, size.text_tokens, _text_width(config, "")),
         "audio_encoder_hidden_states": lambda config, size, draw: draw.normal(

@@ -88,7 +88,6 @@ class MiniMaxH3(Adapter):
     conditions = {
         "hidden_states": lambda config, size, draw: draw.normal(1, size.visual_tokens, 8),
         "audio_hidden_states": lambda config, size, draw: draw.normal(1, 4, 5),
-        "encoder_hidden_states": lambda config, size, draw: draw.normal(1, size.text_tokens, 10),
         "timestep": lambda config, size, draw: torch.cat([torch.zeros(1), draw.time(), draw.time()]),
         "timestep_indices": lambda config, size, draw: _spread(size, 0, 1, size.text_tokens % 3),
         "token_tags": lambda config, size, draw: _spread(size, 1, 0, 2),

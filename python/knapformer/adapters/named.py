@@ -200,7 +200,7 @@ class PackedModel(nn.Module):
             try:
                 adapter.compute(self.transformer, moved, _stop_at)
             except _Reached as reached:
-                return reached.arguments
+                return reached.args
         raise AssertionError("a model without blocks")
 
     def _embedded(self, adapter: Adapter, sizes: Sequence[Sample], draw: Draw) -> Home:
@@ -221,12 +221,11 @@ class PackedModel(nn.Module):
 
 
 class _Reached(Exception):
-    def __init__(self, arguments: tuple[Any, ...]) -> None:
-        self.arguments = arguments
+    """Its args are those of a block."""
 
 
 def _stop_at(block: nn.Module, *arguments: Any) -> Any:
-    raise _Reached(arguments)
+    raise _Reached(*arguments)
 
 
 def rows_of(prediction: Tensor) -> Tensor:
