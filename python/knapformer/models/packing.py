@@ -168,17 +168,23 @@ class _AddScaled(torch.autograd.Function):
     def forward(
         ctx: Any, base: Tensor, x: Tensor, factor: Tensor, segments: Segments, base_is_of_token: bool
     ) -> Tensor:
-        ctx.save_for_backward(x, factor)
+        # x is kept for the factor's gradient alone: a frozen one, as under LoRA, has none.
+        ctx.save_for_backward(x if ctx.needs_input_grad[2] else None, factor)
         ctx.segments, ctx.base_is_of_token = segments, base_is_of_token
         rows = base if base_is_of_token else base.index_select(0, segments.index)
         return torch.addcmul(rows, x, factor.index_select(0, segments.index))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        x, factor = ctx.saved_tensors
-        segments: Segments = ctx.segments
-        grad_base = grad if ctx.base_is_of_token else segments.sum(grad)
-        return grad_base, grad * factor.index_select(0, segments.index), segments.sum(grad * x), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x, factor), segments = ctx.saved_tensors, ctx.segments
+        of_base, of_x, of_factor, *_ = ctx.needs_input_grad
+        return (
+            (grad if ctx.base_is_of_token else segments.sum(grad)) if of_base else None,
+            grad * factor.index_select(0, segments.index) if of_x else None,
+            segments.sum(grad * x) if of_factor else None,
+            None,
+            None,
+        )
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor, segments: Segments) -> Tensor:

@@ -335,6 +335,25 @@ def test_modulation_by_sequence(lens: list[int]) -> None:
     assert torch.autograd.gradcheck(lambda *t: gated_add(*t, segments), (x, y, a))
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_frozen_modulation_keeps_no_tokens_and_adds_up_nothing(compiled: bool) -> None:
+    """As under LoRA, where only layers around it train."""
+    x, y = (torch.randn(5, 3, requires_grad=True) for _ in range(2))
+    shift, scale = torch.randn(2, 2, 3)
+    segments, kept = Segments.of_lengths([2, 3]), []
+
+    def block(x: Tensor, y: Tensor) -> Tensor:
+        return gated_add(x, modulate(y, shift, scale, segments), scale, segments)
+
+    block = torch.compile(block, backend="eager") if compiled else block  # type: ignore[assignment]
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
+        out = block(x, y)
+    assert all(len(t) != len(x) for t in kept if t.is_floating_point())
+    rows = segments.index
+    grads = torch.autograd.grad(out.sum(), (x, y))
+    torch.testing.assert_close(grads, (torch.ones(5, 3), (scale * (1 + scale))[rows]))
+
+
 @given(st.lists(st.one_of(st.integers(0, 3), st.integers(0, 200)), max_size=8))
 def test_sums_by_sequence_are_those_of_numpy_style_slices(lens: list[int]) -> None:
     rows = torch.arange(2 * sum(lens), dtype=torch.float64).view(-1, 2)
