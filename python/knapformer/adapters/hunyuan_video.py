@@ -14,15 +14,7 @@ from knapformer import ArgumentError
 from knapformer.adapters.adapter import Chunks, Home, Moved, Packed, RunBlock, rotation_rows, rows_of_runs
 from knapformer.adapters.drawn import random_mask
 from knapformer.adapters.flux import adaptive_single_block
-from knapformer.adapters.joint import (
-    NORM_OUT,
-    JointAdapter,
-    JointChunks,
-    adaptive_double_block,
-    adaptive_rows,
-    double_block,
-    self_attention,
-)
+from knapformer.adapters.joint import NORM_OUT, JointAdapter, adaptive_double_block, self_attention
 from knapformer.adapters.samples import Samples, on_host, one_after_another
 from knapformer.device_copies import to_device
 from knapformer.models.packing import Segments, gated_add, segment_index
@@ -51,15 +43,6 @@ def token_refiner(refiner: Any, text: Tensor, times: Tensor, chunks: Chunks) -> 
     for each in refiner.token_refiner.refiner_blocks:
         text = each(text, cond, chunks)
     return text
-
-
-def video_block(
-    block: Any, text: Tensor, video: Tensor, cond: Tensor, of_video: Tensor, chunks: JointChunks
-) -> tuple[Tensor, Tensor]:
-    """As HunyuanVideoTransformerBlock.forward and HunyuanVideoTokenReplaceTransformerBlock.forward; cond (chunks,
-    width), of_video (runs of video tokens, width)."""
-    text_rows, video_rows = adaptive_rows(block.norm1_context, cond, 6), adaptive_rows(block.norm1, of_video, 6)
-    return double_block(block, text, video, text_rows, video_rows, chunks)
 
 
 class Hunyuan(JointAdapter):
@@ -120,8 +103,8 @@ class HunyuanVideo(Hunyuan):
     optional = ("guidance",)
     blocks = ("transformer_blocks", "single_transformer_blocks")
     packed = {
-        "HunyuanVideoTransformerBlock": video_block,
-        "HunyuanVideoTokenReplaceTransformerBlock": video_block,
+        "HunyuanVideoTransformerBlock": adaptive_double_block,
+        "HunyuanVideoTokenReplaceTransformerBlock": adaptive_double_block,
         "HunyuanVideoSingleTransformerBlock": adaptive_single_block,
         "HunyuanVideoTokenReplaceSingleTransformerBlock": adaptive_single_block,
         "HunyuanVideoIndividualTokenRefinerBlock": refiner_block,

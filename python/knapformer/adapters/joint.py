@@ -203,7 +203,7 @@ class JointAdapter(Adapter):
         """Blocks of two streams, then those of one, by the conditioning of each chunk."""
         chunks, (cond,) = self.chunks(moved), moved.of_chunk
         double, *single = map(model.get_submodule, self.blocks)
-        x = chunks.through_both(double, run, moved.x, cond, ends_text=not single)
+        x = chunks.through_both(double, run, moved.x, cond, cond, ends_text=not single)
         for blocks in single:
             x = chunks.through(blocks, run, x, cond)
         return x
@@ -307,14 +307,15 @@ def double_block(
 
 
 def adaptive_double_block(
-    block: Any, text: Tensor, image: Tensor, cond: Tensor, chunks: JointChunks
+    block: Any, text: Tensor, image: Tensor, cond: Tensor, of_image: Tensor, chunks: JointChunks
 ) -> tuple[Tensor, Tensor]:
-    """As FluxTransformerBlock.forward and JointTransformerBlock.forward, with a row of modulation for each chunk."""
+    """As FluxTransformerBlock.forward and its like; cond, of_image: for each row of chunks.of_text, and of
+    chunks.of_image."""
     # SD3's last block reads the text, and writes it no longer; the norm there gives the scale first.
     is_read = getattr(block, "context_pre_only", False)
     norm = block.norm1_context
     text_rows = adaptive_rows(norm, cond, 2).flip(1) if is_read else adaptive_rows(norm, cond, 6)
-    return double_block(block, text, image, text_rows, adaptive_rows(block.norm1, cond, 6), chunks)
+    return double_block(block, text, image, text_rows, adaptive_rows(block.norm1, of_image, 6), chunks)
 
 
 def rotations_of_ids(model: Any, samples: Samples, **lens: list[int]) -> list[Tensor]:
