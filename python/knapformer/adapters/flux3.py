@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from knapformer.adapters.adapter import Chunks, Home, Moved, Packed, RunBlock, rotation_of, rows_of_runs
-from knapformer.adapters.joint import JointAdapter, rotations_of_ids
+from knapformer.adapters.adapter import Chunks, Home, Moved, RunBlock, rotation_of, rows_of_runs
+from knapformer.adapters.joint import JointAdapter, final_norm, rotations_of_ids
 from knapformer.adapters.samples import Samples, one_after_another
 from knapformer.models.packing import TwoStreams, gated_add, modulate, segment_index
 
@@ -29,11 +29,6 @@ def block(block: Any, x: Tensor, rows: Tensor, chunks: Chunks) -> Tensor:
     q, k = (t.to(v.dtype) for t in chunks.rotated(attn.norm_q(q.float()), attn.norm_k(k.float())))
     attended = attn.to_out[1](attn.to_out[0](chunks.attention(attn, q, k, v)))
     return gated_add(x, attended + block.ff(normed), gate, of_token)
-
-
-def final_norm(norm: Any, x: Tensor, cond: Tensor, packed: Packed) -> Tensor:
-    scale, shift = norm.linear(norm.act_fn(cond)).chunk(2, -1)
-    return modulate(norm.norm(x), shift, scale, packed.of_token)
 
 
 class Flux3(JointAdapter):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from knapformer.adapters.adapter import (
@@ -137,7 +138,7 @@ def counts_of(flags: Tensor, chunk_lens: list[int]) -> list[int]:
 
 
 def final_norm(norm: Any, x: Tensor, cond: Tensor, packed: Packed) -> Tensor:
-    """As AdaLayerNormContinuous.forward, with a row of modulation for each sample."""
+    """As AdaLayerNormContinuous.forward and its like, with a row of modulation for each sample."""
     scale, shift = adaptive_rows(norm, cond, 2).unbind(1)
     return modulate(norm.norm(x), shift, scale, packed.of_token)
 
@@ -221,7 +222,7 @@ class JointAdapter(Adapter):
 
 def adaptive_rows(norm: Any, cond: Tensor, count: int) -> Tensor:
     """What diffusers' adaptive norms compute from the conditioning vectors: (chunks, count, width)."""
-    return norm.linear(norm.silu(cond)).unflatten(-1, (count, -1))
+    return norm.linear(F.silu(cond)).unflatten(-1, (count, -1))
 
 
 def projected(attn: Any, x: Tensor, added: bool = False) -> tuple[Tensor, Tensor, Tensor]:
