@@ -22,7 +22,7 @@ from knapformer import ArgumentError, StateError
 from knapformer.adapters.samples import Sample, Samples
 from knapformer.device_copies import to_device
 from knapformer.models.attention import pairing_of
-from knapformer.models.packing import Lengths, Rotation, Segments, lengths_list, rotate
+from knapformer.models.packing import Lengths, Rotation, Segments, lengths_list, rotate, segment_index
 from knapformer.models.step import Attend, PackedStep
 
 LIBRARY = "diffusers"
@@ -369,10 +369,13 @@ def runs_of(values: Tensor, device: torch.device) -> tuple[Tensor, Segments]:
     return to_device(of_runs, device), Segments.of_lengths(counts, device)
 
 
-def rows_of_runs(table: Tensor, row_of_token: Tensor) -> tuple[Tensor, Segments]:
-    """As runs_of, where tokens of a sample have one of several rows. table (samples or chunks, their rows, ...);
-    row_of_token counts all of these through."""
-    of_runs, of_token = runs_of(row_of_token, table.device)
+def rows_of_runs(
+    table: Tensor, lens: Lengths, row_of_token: Tensor, only: Tensor | slice = slice(None)
+) -> tuple[Tensor, Segments]:
+    """As runs_of, where tokens of a sample have one of several rows. table (samples or chunks, their rows, ...); lens:
+    tokens of each; row_of_token (tokens,) on the CPU: which of the rows. only: flags of tokens that are meant."""
+    rows = table.shape[1] * segment_index(lens) + row_of_token
+    of_runs, of_token = runs_of(rows[only], table.device)
     return table.flatten(0, 1).index_select(0, of_runs), of_token
 
 

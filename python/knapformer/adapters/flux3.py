@@ -14,7 +14,7 @@ from torch import Tensor
 from knapformer.adapters.adapter import Chunks, Home, Moved, RunBlock, rotation_of, rows_of_runs
 from knapformer.adapters.joint import JointAdapter, final_norm, rotations_of_ids
 from knapformer.adapters.samples import Samples, one_after_another
-from knapformer.models.packing import TwoStreams, gated_add, modulate, segment_index
+from knapformer.models.packing import TwoStreams, gated_add, modulate
 
 _TEXT, _IMAGE, _REFERENCE = range(3)  # kinds of tokens, in the order in which they lie in a sequence
 _NAMES = ("txt", "image", "image_cond")
@@ -102,6 +102,6 @@ class Flux3(JointAdapter):
 
         of_kinds = zip(_NAMES, (of_known, of_image, of_known), strict=True)
         table = torch.stack([model.single_stream_modulations[name](active) for name, active in of_kinds], 1)
-        rows, of_token = rows_of_runs(table, len(_NAMES) * segment_index(chunks.step.chunk_lens) + chunks.kinds)
+        rows, of_token = rows_of_runs(table, chunks.step.chunk_lens, chunks.kinds)
         chunks = dataclasses.replace(chunks, of_token=of_token)
         return chunks.through(model.single_transformer_blocks, run, x, rows)

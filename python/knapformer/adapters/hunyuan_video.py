@@ -17,7 +17,7 @@ from knapformer.adapters.flux import adaptive_single_block
 from knapformer.adapters.joint import NORM_OUT, JointAdapter, adaptive_double_block, self_attention
 from knapformer.adapters.samples import Samples, on_host, one_after_another
 from knapformer.device_copies import to_device
-from knapformer.models.packing import Segments, gated_add, segment_index
+from knapformer.models.packing import Segments, gated_add
 
 _FIRST_FRAME = 2  # kind of a token; those of other frames are 1
 
@@ -130,9 +130,8 @@ class HunyuanVideo(Hunyuan):
 
     def compute(self, model: Any, moved: Moved, run: RunBlock) -> Tensor:
         chunks, (cond,) = self.chunks(moved), moved.of_chunk
-        row_of_token = cond.shape[1] * segment_index(chunks.step.chunk_lens) + (chunks.kinds == _FIRST_FRAME)
-        rows, of_token = rows_of_runs(cond, row_of_token)
-        of_video, of_image = rows_of_runs(cond, row_of_token[chunks.kinds > 0])
+        of_tokens = cond, chunks.step.chunk_lens, chunks.kinds == _FIRST_FRAME
+        (rows, of_token), (of_video, of_image) = rows_of_runs(*of_tokens), rows_of_runs(*of_tokens, chunks.kinds > 0)
         chunks = dataclasses.replace(chunks, of_token=of_token, of_image=of_image)
         x = chunks.through_both(model.transformer_blocks, run, moved.x, cond[:, 0], of_video)
         return chunks.through(model.single_transformer_blocks, run, x, rows)

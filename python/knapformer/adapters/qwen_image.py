@@ -14,7 +14,6 @@ from knapformer.adapters.adapter import Home, Moved, RunBlock, clip_half, rows_o
 from knapformer.adapters.drawn import random_mask
 from knapformer.adapters.joint import NORM_OUT, JointAdapter, JointChunks, Stream, double_stream
 from knapformer.adapters.samples import Samples
-from knapformer.models.packing import segment_index
 
 
 def block(
@@ -82,8 +81,8 @@ class QwenImage(JointAdapter):
         chunks, (conds,) = self.chunks(moved), moved.of_chunk
         cond = of_image = conds[:, 0]
         if model.zero_cond_t:
-            keys = 2 * segment_index(chunks.step.chunk_lens) + chunks.kinds - 1
-            of_image, segments = rows_of_runs(conds, keys[chunks.kinds > 0])
+            kinds = chunks.kinds
+            of_image, segments = rows_of_runs(conds, chunks.step.chunk_lens, kinds - 1, kinds > 0)
             chunks = replace(chunks, of_image=segments)
         return chunks.through_both(model.transformer_blocks, run, moved.x, cond, of_image, ends_text=True)
 

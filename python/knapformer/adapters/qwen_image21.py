@@ -29,7 +29,7 @@ from knapformer.adapters.adapter import (
 from knapformer.adapters.samples import Samples, on_host
 from knapformer.device_copies import to_device
 from knapformer.models.attention import PackedAttention
-from knapformer.models.packing import Lengths, Segments, TwoStreams, gated_add, modulate, segment_index
+from knapformer.models.packing import TwoStreams, gated_add, modulate
 
 _PICTURES = 32  # that a sample has room for; the last is predicted
 
@@ -177,14 +177,14 @@ class QwenImage21(Adapter):
 
     def compute(self, model: Any, moved: Moved, run: RunBlock) -> Tensor:
         step, x, (turns, known), (cond, parts) = moved
-        rows, of_token = _rows(step.chunk_lens, known, cond)
+        rows, of_token = rows_of_runs(cond, step.chunk_lens, known)
         rotation, sequences = rotation_of(turns, x.dtype), OfSequences(parts, _prepared)
         chunks = CausalChunks(step=step, of_token=of_token, rotation=rotation, sequences=sequences)
         return chunks.through(model.transformer_blocks, run, x, model.modulation(rows))
 
     def head(self, model: Any, x: Tensor, home: Home) -> list[Part]:
         cond, known, _ = home.rest
-        rows, of_token = _rows(home.seq_lens, known, cond)
+        rows, of_token = rows_of_runs(cond, home.seq_lens, known)
         out = model.proj_out(model.norm_out(x, rows, Packed(of_token)))
         return [Part(out, home.seq_lens)]
 
@@ -195,11 +195,6 @@ class QwenImage21(Adapter):
                 places = to_device(is_kept.nonzero().squeeze(1), out.device)
                 predictions[i] = out.new_zeros(1, len(is_kept), out.shape[1]).index_copy(1, places, predictions[i])
         return predictions
-
-
-def _rows(lens: Lengths, known: Tensor, cond: Tensor) -> tuple[Tensor, Segments]:
-    """For each run of tokens its row of `cond`, (sequences, 1 or 2, width); and the runs."""
-    return rows_of_runs(cond, cond.shape[1] * segment_index(lens) + known)
 
 
 def _layout(slots: Any, text_mask: Tensor | None, shapes: Any) -> tuple[Tensor, Tensor, Tensor]:
