@@ -155,9 +155,7 @@ NextStage SharedAttention::stages_of(size_t level, Inputs first, Inputs rows, He
     if (stage > 0) come = finish_exchange(started);
     KeyStage next{.k = come[0], .v = come[1], .key_lens = key_lens[stage]};
     if (++stage < key_lens.size()) {
-      ExchangeArguments arguments = to_stage(level, stage, heads);
-      arguments.tensors = rows;
-      started = start_exchange(std::move(arguments));
+      started = start_exchange(rows, to_stage(level, stage, heads));
     }
     return next;
   };
@@ -208,18 +206,18 @@ at::Tensor SharedAttention::run(const at::Tensor& q, const at::Tensor& k, const 
     for (size_t level = 0; level < inputs.size(); ++level) inputs[level].push_back(of_levels[level]);
   }
   std::vector<at::Tensor> outputs(inputs.size());
-  ExchangeArguments there = to_sequences(heads);
+  Tensors shared_rows;
   for (size_t level = first_shared; level < inputs.size(); ++level) {
-    there.tensors.insert(there.tensors.end(), inputs[level].begin(), inputs[level].end());
+    shared_rows.insert(shared_rows.end(), inputs[level].begin(), inputs[level].end());
   }
   std::vector<Inputs> late(inputs.size());  // what comes in further stages on a rank that does not attend to it
   std::vector<at::Tensor> moved;
   if (first_shared == 1 && has_tokens(0)) {  // sequences that are whole here attend while the others travel
-    const at::Tensor started = start_exchange(std::move(there));
+    const at::Tensor started = start_exchange(shared_rows, to_sequences(heads));
     outputs[0] = attend_level(0, inputs[0], heads, attend);
     moved = finish_exchange(started);
   } else {
-    moved = exchange(std::move(there));
+    moved = run_exchange(shared_rows, to_sequences(heads));
   }
   for (size_t level = first_shared; level < inputs.size(); ++level) {
     const auto first = moved.begin() + static_cast<std::ptrdiff_t>(3 * (level - first_shared));
@@ -244,9 +242,7 @@ at::Tensor SharedAttention::run(const at::Tensor& q, const at::Tensor& k, const 
     outputs[level] = depending_on(std::move(outputs[level]), late[level]);
 
   const auto shared = outputs.begin() + static_cast<std::ptrdiff_t>(first_shared);
-  ExchangeArguments back = to_rows(heads);
-  back.tensors = {shared, outputs.end()};
-  std::ranges::move(exchange(std::move(back)), shared);
+  std::ranges::move(run_exchange({shared, outputs.end()}, to_rows(heads)), shared);
   return outputs.size() == 1 ? outputs[0] : at::cat(outputs);
 }
 

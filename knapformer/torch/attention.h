@@ -88,7 +88,7 @@ struct SharedAttention {
   const AttentionTables& tables;
   std::span<const SequenceRows> attended;      // for each level
   std::span<const PackedTable> shared_tables;  // for each level that several ranks share: queries, and keys if any
-  std::string group;                           // the bag's, by name; empty where no level has several ranks
+  std::shared_ptr<CommGroup> group;            // the bag's; null where no level has several ranks
 
   /// q: (rows of this rank, heads, head_dim); k, v: (rows, kv heads, ...). Returns (rows, heads, ...). Collective over
   /// the bag: at most one all-to-all before attention and one after it, forward and backward each. `attend` is called
@@ -111,7 +111,7 @@ struct SharedAttention {
   int64_t num_query_heads(size_t level, HeadCounts heads) const;
 
  private:
-  using Inputs = std::vector<at::Tensor>;  // q, k, v of a level
+  using Inputs = Tensors;  // q, k, v of a level
 
   struct Moved {
     const char* name;

@@ -26,17 +26,8 @@ std::pair<std::shared_ptr<Watchdog>, std::string> join_store(c10d::ProcessGroup&
           prefix};
 }
 
-/// The same on all ranks where the group has a name, as groups made by torch.distributed have.
-std::string comm_group_name(const c10d::ProcessGroup& group) {
-  try {
-    return text(kStorePrefix, group.getGroupName());
-  } catch (const std::exception&) {
-    return text(kStorePrefix, "group");
-  }
-}
-
 /// Changes with what ranks say to each other: ranks of different versions do not work together.
-constexpr int32_t kProtocolVersion = 7;
+constexpr int32_t kProtocolVersion = 8;
 
 /// Of the shortest text that reads back as the same number.
 std::string exact_text(double value) {
@@ -97,7 +88,7 @@ Ranks::Ranks(std::string_view topology, BalancerOptions options, ProcessGroupPtr
   rank_ = Rank(group->getRank());
   std::string prefix;
   std::tie(watchdog_, prefix) = join_store(*group);
-  all_ = CommGroup::make(comm_group_name(*group), group, prefix + "/all", watchdog_);
+  all_ = CommGroup::make(group, prefix + "/all", watchdog_);
   watchdog_->guard([&] {
     agree(parse(group->getSize()));
     if (make_cpu_group && !all_->control_device().is_cpu()) all_->use_cpu_group(make_cpu_group());
@@ -133,7 +124,7 @@ std::shared_ptr<CommGroup> Ranks::join_bag(const ProcessGroupPtr& group, const s
                    text("a group in which this is rank ", bag_group->getRank(), " of ", bag_group->getSize()),
                    text("one with a store, in which it is rank ", rank_in_bag, " of ", bag.num_ranks));
   }
-  return CommGroup::make(comm_group_name(*bag_group), bag_group, store_prefix, watchdog_, bag.first_rank.value);
+  return CommGroup::make(bag_group, store_prefix, watchdog_, bag.first_rank.value);
 }
 
 void Ranks::report(const std::exception& error) noexcept {

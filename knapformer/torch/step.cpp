@@ -108,7 +108,7 @@ SharedAttention Step::shared_attention(at::Device device) const {
       .tables = rank_plan_->attention, .attended = rank_plan_->attended, .shared_tables = {}, .group = {}};
   if (ranks_->bag()) {
     made.shared_tables = tables_on(device).attention;
-    made.group = ranks_->bag()->name();
+    made.group = ranks_->bag();
   }
   return made;
 }
@@ -118,17 +118,18 @@ Step::Routed Step::route(const at::Tensor& x, at::TensorList features, at::Tenso
     RankPlan& s = *rank_plan_;
     check_rows(x, "x", s.route.tokens.send.num_rows, kOwnToken, 1);
     check_has_memory(x, "x");
-    ExchangeArguments arguments{.group = {}, .call = "route", .names = {"x"}};
-    const auto check_list = [&](const char* list, at::TensorList tensors, int64_t num_rows, const char* rows) {
-      for (size_t i = 0; i < tensors.size(); ++i) {
-        const std::string name = text(list, "[", i, "]");
-        check_rows(tensors[i], name, num_rows, rows, 1);
-        check_device(tensors[i], name, x, "x");
-        arguments.names.push_back(name);
+    ExchangeArguments arguments{.call = "route", .names = {"x"}};
+    Tensors tensors = {x};
+    const auto add = [&](const char* list, at::TensorList given, int64_t num_rows, const char* rows) {
+      for (size_t i = 0; i < given.size(); ++i) {
+        arguments.names.push_back(text(list, "[", i, "]"));
+        check_rows(given[i], arguments.names.back(), num_rows, rows, 1);
+        check_device(given[i], arguments.names.back(), x, "x");
+        tensors.push_back(given[i]);
       }
     };
-    check_list("features", features, s.route.tokens.send.num_rows, kOwnToken);
-    check_list("sequence_features", sequence_features, s.route.sequences.send.num_rows, kOwnSequence);
+    add("features", features, s.route.tokens.send.num_rows, kOwnToken);
+    add("sequence_features", sequence_features, s.route.sequences.send.num_rows, kOwnSequence);
     if (is_identity(s.route.tokens)) {
       return {.chunk_lens = s.chunk_lens,
               .x = as_view(x),
@@ -136,12 +137,10 @@ Step::Routed Step::route(const at::Tensor& x, at::TensorList features, at::Tenso
               .sequence_features = as_views(sequence_features)};
     }
     const RankPlan::PackedTables& tables = tables_on(x.device());
-    std::vector<at::Tensor> of_tokens = {x};
-    of_tokens.insert(of_tokens.end(), features.begin(), features.end());
-    arguments.group = ranks_->all()->name();
-    arguments.add(tables.tokens, of_tokens, std::vector(of_tokens.size(), HeadRole::kNone));
-    arguments.add(tables.sequences, sequence_features.vec(), std::vector(sequence_features.size(), HeadRole::kNone));
-    const std::vector<at::Tensor> moved = exchange(std::move(arguments));
+    arguments.group = ranks_->all();
+    arguments.add(tables.tokens, 1 + features.size());
+    arguments.add(tables.sequences, sequence_features.size());
+    const Tensors moved = run_exchange(tensors, std::move(arguments));
     const auto first_sequence_feature = moved.begin() + 1 + static_cast<std::ptrdiff_t>(features.size());
     return {.chunk_lens = s.chunk_lens,
             .x = moved[0],
@@ -157,9 +156,9 @@ Step::Returned Step::reverse_route(const at::Tensor& x) const {
     check_has_memory(x, "x");
     Returned returned{.seq_lens = s.seq_lens, .x = as_view(x)};
     if (!is_identity(s.route.tokens)) {
-      ExchangeArguments arguments{.group = ranks_->all()->name(), .call = "reverse_route", .names = {"x"}};
-      arguments.add(tables_on(x.device()).tokens.inverse(), {x}, {HeadRole::kNone});
-      returned.x = exchange(std::move(arguments))[0];
+      ExchangeArguments arguments{.group = ranks_->all(), .call = "reverse_route", .names = {"x"}};
+      arguments.add(tables_on(x.device()).tokens.inverse(), 1);
+      returned.x = run_exchange({x}, std::move(arguments))[0];
     }
     return returned;
   });
@@ -219,8 +218,7 @@ Step::AttentionInputs Step::pre_attn(const at::Tensor& q, const at::Tensor& k, c
     ExchangeArguments arguments = shared_attention(q.device()).to_sequences(s.heads);
     arguments.call = "pre_attn";
     arguments.names = {"q", "k", "v"};
-    arguments.tensors = {q, k, v};
-    const std::vector<at::Tensor> moved = exchange(std::move(arguments));
+    const Tensors moved = run_exchange({q, k, v}, std::move(arguments));
     return {.seq_lens = s.attended[0].query_lens, .q = moved[0], .k = moved[1], .v = moved[2]};
   });
 }
@@ -244,8 +242,7 @@ Step::AttentionOutput Step::post_attn(const at::Tensor& o) const {
       ExchangeArguments arguments = composer.to_rows(s.heads);
       arguments.call = "post_attn";
       arguments.names = {"o"};
-      arguments.tensors = {o};
-      back.o = exchange(std::move(arguments))[0];
+      back.o = run_exchange({o}, std::move(arguments))[0];
     }
     return back;
   });

@@ -203,10 +203,9 @@ class SequenceBalancer(_torch.SequenceBalancer):
         tokens; sequence_features with one row a chunk. route may be called several times with one plan.
 
         Collective over the balancer's group, one all-to-all for all tensors together, forward and backward. All ranks
-        pass tensors that differ only in their number of rows, and backward runs on all ranks or none. A rank without
-        rows computed nothing: whether gradients travel, its tensors need not say. It waits until a rank with rows tells
-        it, in every call anew, so what makes x may be frozen and trained in turn. With a group of one the tensors come
-        back as views.
+        pass tensors that differ only in their number of rows, and backward runs on all ranks or none. So a rank without
+        rows computes x and the others from none, as ranks do that have some: they require gradients where theirs do.
+        With a group of one the tensors come back as views.
         """
         return super().current_for("route").route(x, features, sequence_features)
 

@@ -134,7 +134,7 @@ void check_rank(InProcessWorld& world, int32_t rank, const AttentionCase& setup,
       rows.push_back(has_tokens ? at::cat(held[i]) : at::empty({0, heads, kDim}, at::kDouble));
     }
     // A rank without tokens has tensors without history: its backward must run all the same.
-    for (size_t i = 0; i < 3; ++i) rows[i] = rows[i].clone().set_requires_grad(has_tokens);
+    for (size_t i = 0; i < 3; ++i) rows[i] = rows[i].clone().set_requires_grad(true);
 
     int64_t levels_with_tokens = 0, levels_with_sequences = 0, num_sequences = 0;
     for (const AttentionLevel& level : tables.levels) {

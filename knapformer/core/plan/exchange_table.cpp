@@ -38,55 +38,6 @@ ExchangeEnd make_end(int64_t num_rows, int32_t num_peers, std::span<const PeerRu
   return end;
 }
 
-/// Says at an end who has no rows there. travel, stay: for each peer, whether it has such rows.
-void set_peers_without_rows(ExchangeEnd& end, int32_t this_peer, const std::vector<bool>& travel,
-                            const std::vector<bool>& stay) {
-  const auto first = std::ranges::find(travel, true);
-  end.speaker = first == travel.end() ? 0 : static_cast<int32_t>(first - travel.begin());
-  end.without_rows = end.without_any_rows = {};
-  for (int32_t peer = 0; peer < static_cast<int32_t>(travel.size()); ++peer) {
-    if (travel[peer] || peer == end.speaker) continue;
-    ++end.without_rows.num;
-    end.without_rows.this_peer |= peer == this_peer;
-    if (stay[peer]) continue;
-    ++end.without_any_rows.num;
-    end.without_any_rows.this_peer |= peer == this_peer;
-  }
-}
-
-/// Who in the bag has rows of chunks, and who of sequences that attention sees; of those that travel or stay.
-struct RowsInBag {
-  RowsInBag(const Plan& plan, const Bag& bag) {
-    const auto num_ranks = static_cast<size_t>(bag.num_ranks);
-    for (std::vector<bool>* of : {&chunks, &chunks_stay, &sequences, &sequences_stay}) of->assign(num_ranks, false);
-    for (size_t i = 0; i < num_ranks; ++i) {
-      for (const int32_t index : plan.chunks_on(Rank(bag.first_rank.value + static_cast<int32_t>(i)))) {
-        const Chunk& chunk = plan.chunk(index);
-        const bool travels = plan.degree_of(chunk) > 1;
-        if (chunk.num_tokens > 0) (travels ? chunks : chunks_stay)[i] = true;
-        std::vector<bool>& attended = travels ? sequences : sequences_stay;
-        if (!attended[i]) attended[i] = attends(plan, chunk);
-      }
-    }
-  }
-
-  /// Whether the rank of this chunk has queries of its sequence.
-  static bool attends(const Plan& plan, const Chunk& chunk) {
-    const Placement& place = plan.placement(chunk.sequence);
-    const int32_t num_parts = plan.input().num_query_parts(place.degree);
-    if (num_parts == 1) return true;
-    const int32_t part = (chunk.rank.value - place.first_rank.value) / (place.degree / num_parts);
-    return plan.query_parts(chunk.sequence)[part].num_queries > 0;
-  }
-
-  void set(ExchangeTable& table) const {
-    set_peers_without_rows(table.send, table.this_peer, chunks, chunks_stay);
-    set_peers_without_rows(table.recv, table.this_peer, sequences, sequences_stay);
-  }
-
-  std::vector<bool> chunks, chunks_stay, sequences, sequences_stay;
-};
-
 /// Tokens of a sequence: [first, last).
 struct TokenRange {
   int64_t first = 0, last = 0;
@@ -225,15 +176,6 @@ RouteTables make_route_tables(const Plan& plan, Rank rank) {
   }
   tables.tokens.recv = make_end(row, plan.num_ranks(), tokens);
   tables.sequences.recv = make_end(static_cast<int64_t>(held.size()), plan.num_ranks(), sequences);
-
-  std::vector<bool> before, after;
-  for (const int64_t num_tokens : plan.tokens_before()) before.push_back(num_tokens > 0);
-  for (const int64_t num_tokens : plan.tokens_after()) after.push_back(num_tokens > 0);
-  const std::vector<bool> none(before.size(), false);
-  for (ExchangeTable* table : {&tables.tokens, &tables.sequences}) {
-    set_peers_without_rows(table->send, rank.value, before, none);
-    set_peers_without_rows(table->recv, rank.value, after, none);
-  }
   return tables;
 }
 
@@ -250,12 +192,10 @@ AttentionTables make_attention_tables(const Plan& plan, Rank rank) {
     first_row += tables.levels.back().num_rows;
   }
   KNAPFORMER_ASSERT(next == chunks.size());
-  const RowsInBag rows(plan, bag);
-  for (AttentionLevel& level : tables.levels) {
-    if (level.degree > 1) rows.set(level.queries);
-    for (AttentionLevel::Stage& stage : level.stages) rows.set(stage.keys);
+  for (int32_t i = 0; i < bag.num_ranks; ++i) {
+    for (const int32_t index : plan.chunks_on(Rank(bag.first_rank.value + i)))
+      tables.any_shared = tables.any_shared || plan.degree_of(plan.chunk(index)) > 1;
   }
-  tables.any_shared = std::ranges::find(rows.sequences, true) != rows.sequences.end();
   return tables;
 }
 

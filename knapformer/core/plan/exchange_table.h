@@ -35,15 +35,6 @@ struct RowRun {
   bool operator==(const RowRun&) const = default;
 };
 
-/// Which peers have no rows at an end of an exchange, over all its tables. They computed nothing there, so what depends
-/// on computing (which gradients travel) they cannot know by themselves. All peers have the same numbers.
-struct PeersWithoutRows {
-  int32_t num = 0;
-  bool this_peer = false;  // whether it is one of them
-
-  bool operator==(const PeersWithoutRows&) const = default;
-};
-
 struct ExchangeEnd {
   /// Rows of the tensor at this end.
   int64_t num_rows = 0;
@@ -58,11 +49,6 @@ struct ExchangeEnd {
   /// Whether some row goes to several peers with the same columns. Where this end receives (in a backward), such rows
   /// add up.
   bool has_duplicate_rows = false;
-  /// The first peer with rows that travel, which speaks for all that have rows. Where no peer has any, peer 0 does, and
-  /// does not count as one without.
-  int32_t speaker = 0;
-  PeersWithoutRows without_rows = {};      // that travel
-  PeersWithoutRows without_any_rows = {};  // attention: with rows that stay here not either; otherwise the same
 
   std::span<const RowRun> runs_of(int32_t peer) const { return runs.of(peer); }
   bool operator==(const ExchangeEnd&) const = default;

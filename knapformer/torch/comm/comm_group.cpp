@@ -3,7 +3,6 @@
 #include <ATen/record_function.h>
 
 #include <algorithm>
-#include <map>
 #include <mutex>
 #include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -16,7 +15,7 @@ namespace {
 
 struct Registry {
   std::mutex mutex;
-  std::map<std::string, std::weak_ptr<CommGroup>, std::less<>> groups;
+  std::vector<std::weak_ptr<CommGroup>> groups;  // all that live, at least
   std::atomic<void (*)(ProcessGroupPtr)> drop_process_group{[](ProcessGroupPtr) {}};
 };
 
@@ -56,9 +55,9 @@ std::chrono::milliseconds timeout_of(c10d::ProcessGroup& group) {
   }
 }
 
-CommGroup::CommGroup(std::string name, ProcessGroupPtr group, const std::string& store_prefix,
-                     std::shared_ptr<Watchdog> watchdog, int32_t first_rank)
-    : name_(std::move(name)), process_group_(std::move(group)), watchdog_(std::move(watchdog)) {
+CommGroup::CommGroup(ProcessGroupPtr group, const std::string& store_prefix, std::shared_ptr<Watchdog> watchdog,
+                     int32_t first_rank)
+    : process_group_(std::move(group)), watchdog_(std::move(watchdog)) {
   const RankInGroup place{
       .rank = process_group_->getRank(), .num_ranks = process_group_->getSize(), .first_number = first_rank};
   fingerprints_ = std::make_shared<CallFingerprints>(
@@ -67,39 +66,22 @@ CommGroup::CommGroup(std::string name, ProcessGroupPtr group, const std::string&
   watchdog_->watch(fingerprints_);
 }
 
-std::shared_ptr<CommGroup> CommGroup::make(std::string_view name, ProcessGroupPtr group,
-                                           const std::string& store_prefix, std::shared_ptr<Watchdog> watchdog,
-                                           int32_t first_rank) {
+std::shared_ptr<CommGroup> CommGroup::make(ProcessGroupPtr group, const std::string& store_prefix,
+                                           std::shared_ptr<Watchdog> watchdog, int32_t first_rank) {
+  const std::shared_ptr<CommGroup> made = owned_by_this_process(
+      std::unique_ptr<CommGroup>(new CommGroup(std::move(group), store_prefix, std::move(watchdog), first_rank)));
   Registry& r = registry();
   const std::lock_guard lock(r.mutex);
-  std::string unique(name);
-  for (int32_t i = 1; r.groups.contains(unique); ++i) unique = text(name, "#", i);
-  const std::shared_ptr<CommGroup> made = owned_by_this_process(std::unique_ptr<CommGroup>(
-      new CommGroup(unique, std::move(group), store_prefix, std::move(watchdog), first_rank)));
-  r.groups.emplace(unique, made);
+  std::erase_if(r.groups, [](const std::weak_ptr<CommGroup>& known) { return known.expired(); });
+  r.groups.push_back(made);
   return made;
-}
-
-std::shared_ptr<CommGroup> CommGroup::find_if_alive(std::string_view name) {
-  Registry& r = registry();
-  const std::lock_guard lock(r.mutex);
-  const auto it = r.groups.find(name);
-  return it == r.groups.end() ? nullptr : it->second.lock();
-}
-
-std::shared_ptr<CommGroup> CommGroup::find(std::string_view name) {
-  if (std::shared_ptr<CommGroup> group = find_if_alive(name)) return group;
-  throw StateError(text("group: got the name ", name, ", expected that of a balancer that still exists"));
 }
 
 void CommGroup::release_process_groups() {
   Registry& r = registry();
-  std::vector<std::shared_ptr<CommGroup>> groups;  // dropped after the lock is released, as their destructor takes it
-  {
-    const std::lock_guard lock(r.mutex);
-    for (const auto& [name, group] : r.groups) groups.push_back(group.lock());
-  }
-  for (const std::shared_ptr<CommGroup>& group : groups) {
+  const std::lock_guard registry_lock(r.mutex);
+  for (const std::weak_ptr<CommGroup>& known : r.groups) {
+    const std::shared_ptr<CommGroup> group = known.lock();
     if (!group || group->process_ != ::getpid()) continue;
     group->watchdog().leave(/*at_end=*/true);
     ProcessGroupPtr released, released_cpu;  // dropped after the lock, too: their threads may still use the comm group
@@ -112,13 +94,9 @@ void CommGroup::release_process_groups() {
 void CommGroup::set_drop_process_group(void (*drop)(ProcessGroupPtr group)) { registry().drop_process_group = drop; }
 
 CommGroup::~CommGroup() {
-  Registry& r = registry();
-  {
-    const std::lock_guard lock(r.mutex);
-    r.groups.erase(name_);
-  }
-  r.drop_process_group.load()(std::move(cpu_group_));
-  r.drop_process_group.load()(std::move(process_group_));
+  auto* const drop = registry().drop_process_group.load();
+  drop(std::move(cpu_group_));
+  drop(std::move(process_group_));
 }
 
 ProcessGroupPtr CommGroup::process_group() const {
@@ -158,16 +136,6 @@ void CommGroup::fail(std::string_view label, const std::exception& error) {
   const std::string absent = watchdog_->absent_ranks(*fingerprints_);
   throw StateError(text(label, ": the collective failed on rank ", fingerprints_->place().number(), ": ", error.what(),
                         absent.empty() ? "" : "; not in this call: ", absent));
-}
-
-std::string CommGroup::gradients_of_speaker(const Fingerprint& own, Listening listening, bool may_repeat,
-                                            std::string_view label) {
-  if (listening.part != Listening::kListens) return fingerprints_->gradients_of_speaker(own, listening, may_repeat);
-  RECORD_USER_SCOPE(text("knapformer::wait ", label));
-  const auto wait_begin = std::chrono::steady_clock::now();
-  std::string gradients = fingerprints_->gradients_of_speaker(own, listening, may_repeat);
-  counters_.add_wait_since(wait_begin);
-  return gradients;
 }
 
 WorkPtr CommGroup::start_all_to_all(at::Tensor& recv, at::Tensor& send, std::vector<int64_t> recv_splits,

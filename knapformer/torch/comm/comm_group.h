@@ -34,17 +34,11 @@ struct CommCounters {
 
 class CommGroup {
  public:
-  /// The op finds the group by a unique name, which begins with `name`. store_prefix: a prefix of store keys that no
-  /// other comm group over this process group uses; the same on all ranks. first_rank: the number that messages give
-  /// the group's first rank; the others follow it. Thread-safe. A forked process never deletes it, nor what it holds:
-  /// the threads of the process group and of the watchdog are not there.
-  static std::shared_ptr<CommGroup> make(std::string_view name, ProcessGroupPtr group, const std::string& store_prefix,
+  /// store_prefix: a prefix of store keys that no other comm group over this process group uses; the same on all ranks.
+  /// first_rank: the number that messages give the group's first rank; the others follow it. Thread-safe. A forked
+  /// process never deletes it, nor what it holds: the threads of the process group and of the watchdog are not there.
+  static std::shared_ptr<CommGroup> make(ProcessGroupPtr group, const std::string& store_prefix,
                                          std::shared_ptr<Watchdog> watchdog, int32_t first_rank = 0);
-  /// Throws StateError where no comm group has that name (any more).
-  static std::shared_ptr<CommGroup> find(std::string_view name);
-
-  /// Null where no comm group has that name (any more).
-  static std::shared_ptr<CommGroup> find_if_alive(std::string_view name);
 
   /// For a process that is about to end: leaves all balancers, releases all process groups, and waits for the threads
   /// of those that nobody else holds. No collective can start afterwards. Leaves those of the process that this one
@@ -58,14 +52,10 @@ class CommGroup {
   CommGroup(const CommGroup&) = delete;
   CommGroup& operator=(const CommGroup&) = delete;
 
-  const std::string& name() const { return name_; }
   /// Throws StateError after release_process_groups. Thread-safe.
   ProcessGroupPtr process_group() const;
   int32_t num_ranks() const { return fingerprints_->place().num_ranks; }
   CallFingerprints& fingerprints() { return *fingerprints_; }
-  /// CallFingerprints::gradients_of_speaker; what this rank waits in it counts as a wait in `label`.
-  std::string gradients_of_speaker(const Fingerprint& own, Listening listening, bool may_repeat,
-                                   std::string_view label);
   CommCounters& counters() { return counters_; }
   Watchdog& watchdog() { return *watchdog_; }
   /// From now on, tensors on the CPU travel by `group`, which has the same ranks, as this group's own process group has
@@ -87,15 +77,14 @@ class CommGroup {
             const std::stop_token& stop = {});
 
  private:
-  CommGroup(std::string name, ProcessGroupPtr group, const std::string& store_prefix,
-            std::shared_ptr<Watchdog> watchdog, int32_t first_rank);
+  CommGroup(ProcessGroupPtr group, const std::string& store_prefix, std::shared_ptr<Watchdog> watchdog,
+            int32_t first_rank);
   /// Throws the cause of a failed collective: the error of another rank, or else a StateError that quotes `error`.
   [[noreturn]] void fail(std::string_view label, const std::exception& error);
 
   /// The process group by which tensors of a device travel. Throws as process_group() does.
   ProcessGroupPtr group_for(at::Device device) const;
 
-  std::string name_;
   mutable std::mutex mutex_;
   const pid_t process_ = ::getpid();
   ProcessGroupPtr process_group_;

@@ -13,21 +13,18 @@
 //
 // Steps have numbers, in the order in which ranks plan. A prediction holds how far a call's step is from the one that
 // ranks planned or followed last: 0, where nobody holds steps. So it is the same in every step.
-//
-// A rank without rows computed nothing, so its tensors do not say which gradients travel. Where the plan shows such a
-// rank, one rank with rows posts in the store which, and goes on; the rank without rows waits for that post.
 #pragma once
 
 #include <unistd.h>
 
 #include <chrono>
+#include <compare>
 #include <functional>
 #include <mutex>
+#include <set>
 #include <string>
 #include <string_view>
 #include <torch/csrc/distributed/c10d/Store.hpp>
-#include <unordered_map>
-#include <utility>
 #include <vector>
 
 #include "knapformer/torch/comm/watchdog.h"
@@ -45,20 +42,10 @@ struct Fingerprint {
   /// What ranks announce: the fields, with a line for the step behind the call's.
   std::string announced() const;
 
-  /// Lines "name\tvalue\n" that all ranks must share: the call, its options, and last a line for each tensor.
+  /// Lines "name\tvalue\n" that all ranks must share: the call, its options, its tensors.
   std::string fields;
-  /// A digit for each tensor: 1 where its gradient travels, or 0.
-  std::string gradients;
   /// The number of the plan's step that the call belongs to (RankPlan::number); 0: to none.
   int64_t step = 0;
-};
-
-/// How the ranks of a group decide which gradients travel in a call: a rank without rows computed nothing, so it
-/// listens to one that has rows.
-struct Listening {
-  enum Part { kNone, kSpeaks, kListens };
-  Part part = kNone;
-  int32_t num_listeners = 0;  // as the speaker counts them: one that has no rows may not know who else listens
 };
 
 /// The calls of one group of one balancer. The caller posts what it throws. Thread-safe, although the calls of a group
@@ -74,11 +61,6 @@ class CallFingerprints final : public WatchedGroup {
   /// Agrees on the next call and counts it. Throws ArgumentError on every rank where ranks differ, StateError where
   /// they are in different calls. Collective where the call is not as predicted.
   void agree(const Fingerprint& own);
-  /// Before `agree` on a call in which some rank has no rows: the gradients that travel. The speaker posts its own ones
-  /// in the store, for which a rank that listens waits. All ranks of the group come here, or those two kinds alone.
-  /// may_repeat: activation checkpointing may run a call of this step again, also without its exchange; then nothing is
-  /// posted, and a rank that listens gets what was agreed on: its own gradients, where they were.
-  std::string gradients_of_speaker(const Fingerprint& own, Listening listening, bool may_repeat);
   /// The step that ranks planned or followed last, from which those of calls are counted.
   void enter_step(int64_t step);
   void check_announcements() override;
@@ -86,36 +68,23 @@ class CallFingerprints final : public WatchedGroup {
  private:
   /// What repeats of a call.
   struct Kind {
-    std::string fields, gradients;
+    std::string fields;
     int64_t steps_away = 0;  // from the step that was entered last
 
-    Kind(std::string f, std::string g, int64_t away)
-        : fields(std::move(f)), gradients(std::move(g)), steps_away(away) {}
+    auto operator<=>(const Kind&) const = default;
   };
   struct Call {
     const Kind* kind = nullptr;
     int64_t step = 0;
   };
-  int64_t steps_away(const Fingerprint& own) const { return own.step == 0 ? 0 : own.step - step_; }
-  const Kind* predicted() const { return next_ < calls_.size() ? calls_[next_].kind : nullptr; }
-  /// Whether a call with these fields, for whatever gradients, is predicted.
-  bool predicts_fields(const Fingerprint& own) const;
-  void remember(const Fingerprint& own, bool as_predicted);
   /// The call after those that are most like the last ones.
   size_t after_longest_match() const;
-  /// The gradients of a call of own's step with these fields: `own`'s if there was one, or else the last that had all
-  /// of them, or else the last. Null where there was no such call.
-  const std::string* made_in_this_step(const Fingerprint& own) const;
   void erase_call(int64_t call);
-  /// Says which call this rank has come to. Throws where another rank said another one.
-  void say_fields(const Fingerprint& own);
   void announce(const Fingerprint& own);
-  std::string listen(const Fingerprint& own);
-  /// Waits in the next call until `is_here`, up to the group's timeout.
-  void await(const Fingerprint& own, const std::function<bool()>& is_here);
-  /// Names the first line that differs from the other rank's; where none does, the first gradient.
-  [[noreturn]] void throw_mismatch(const Fingerprint& own, int32_t other_rank, const std::string& fields,
-                                   const std::string& gradients = "") const;
+  /// Waits in the next call until all ranks are there, up to the group's timeout.
+  void await_others(const Fingerprint& own);
+  /// Names the first line that differs from the other rank's.
+  [[noreturn]] void throw_mismatch(const Fingerprint& own, int32_t other_rank, const std::string& fields) const;
 
   c10::intrusive_ptr<c10d::Store> store_;
   std::chrono::milliseconds timeout_;
@@ -123,7 +92,7 @@ class CallFingerprints final : public WatchedGroup {
   std::shared_ptr<Watchdog> watchdog_;
 
   std::recursive_mutex mutex_;  // recursive: a wait for announcements checks for others, too
-  std::unordered_map<std::string, Kind> kinds_;
+  std::set<Kind> kinds_;
   std::vector<Call> calls_;  // the last ones
   size_t next_ = 0;          // of these, the one that the next call is predicted to be like
   int64_t step_ = 0;         // entered last

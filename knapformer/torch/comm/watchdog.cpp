@@ -155,7 +155,7 @@ void Watchdog::wait(std::string_view label, const Poll& poll, bool in_background
     look();
     check_interrupt();
     if (in_background) continue;
-    const Position here = position(call_name(label));
+    const Position here = position(std::string(label));
     if (!std::exchange(shown, true)) show(here);
     check_order(here);
   }

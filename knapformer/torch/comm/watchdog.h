@@ -62,9 +62,6 @@ class WatchedGroup {
   std::shared_ptr<std::atomic<int64_t>> num_calls_begun_ = std::make_shared<std::atomic<int64_t>>(0);
 };
 
-/// "route(x,ids)" -> "route".
-inline std::string call_name(std::string_view label) { return std::string(label.substr(0, label.find('('))); }
-
 /// One per balancer. The first error that any rank posts stands; the balancer is of no use after it. The methods for
 /// errors and notes are thread-safe.
 class Watchdog {
@@ -120,9 +117,9 @@ class Watchdog {
   /// Throws where another rank has posted an error, announced another call, or left. Asks the store.
   void look();
   /// Lets the other ranks see that this one has come to `label`.
-  void show_call(std::string_view label) { show(position(call_name(label))); }
-  /// The ranks that have not come as far as this one: "rank 1 (in route), rank 3 (in no call)". For messages: it asks
-  /// the store for each rank.
+  void show_call(std::string_view label) { show(position(std::string(label))); }
+  /// The ranks that have not come as far as this one: "rank 1 (in route(x)), rank 3 (in no call)". For messages: it
+  /// asks the store for each rank.
   std::string absent_ranks(const WatchedGroup& group) const;
 
  private:

@@ -1,5 +1,5 @@
-// The arguments of an exchange: one struct, from the C++ functions of exchange.h to the resolved call (call.h).
-// Autograd keeps it for the backward.
+// The arguments of an exchange beside its tensors: one struct, from the C++ functions of exchange.h through the
+// dispatcher to the resolved call (call.h). Autograd keeps it for the backward.
 //
 // Tensors travel in *segments*: a segment is one exchange table and the tensors that travel by it. All segments of an
 // exchange share one all-to-all of bytes, so tensors of any dtype travel together and arrive bit for bit.
@@ -48,42 +48,34 @@ struct SegmentArguments {
   HeadSharing sharing;
 };
 
+using Tensors = std::vector<at::Tensor>;
+
+/// Tensors that methods take are the exchange's, segment by segment.
 struct ExchangeArguments {
-  std::vector<at::Tensor> tensors = {};  // segment by segment
   std::vector<SegmentArguments> segments = {};
   HeadCounts heads = {};
-  /// For each tensor, 1 where its gradient travels. Empty in no_grad mode.
-  std::vector<int64_t> differentiable = {};
-  std::string group;                    // CommGroup::name
+  /// For each tensor, whether its gradient travels. Empty in no_grad mode.
+  std::vector<bool> differentiable = {};
+  std::shared_ptr<CommGroup> group = {};
   std::string call;                     // for messages, as the names of the tensors
   std::vector<std::string> names = {};  // one for each tensor, or none
 
-  /// Adds a segment and its tensors. A segment without tensors is left out.
-  void add(PackedTable table, const std::vector<at::Tensor>& inputs, std::vector<HeadRole> roles,
-           HeadSharing sharing = {});
-  /// Decides which gradients travel: those that the tensors require now; on a rank without rows, those that travel on a
-  /// rank with rows, for which it waits. Collective where the plan shows a rank without rows.
-  void decide_gradients();
-  /// Adds gradients that the tensors require and that were not known.
-  void add_gradients();
+  /// Adds a segment of so many tensors, without heads. A segment without tensors is left out.
+  void add(PackedTable table, size_t num_tensors);
   bool any_gradient() const;
 
   /// "route(x,features[0])"
   std::string label() const;
 
-  /// The exchange of the gradients, with the ends swapped. It has the tensors whose gradient travels, and the segments
-  /// with such tensors. `gradients`: one for each output of this exchange.
-  ExchangeArguments inverse(const std::vector<at::Tensor>& gradients) const;
-  /// The gradient of each tensor of this exchange, from `moved`, the outputs of the inverse; undefined where none
-  /// travels.
-  std::vector<at::Tensor> gradients_from(const std::vector<at::Tensor>& moved) const;
+  /// The exchange of the gradients, with the ends swapped: of the tensors whose gradient travels, and the segments with
+  /// such tensors.
+  ExchangeArguments inverse() const;
+  /// For a level of attention without rows on this rank: what requires a gradient in another level (q, k or v) does so
+  /// in this one on the peers, too.
+  void follow_other_levels(Tensors& tensors) const;
 
   /// What all ranks must agree on.
-  Fingerprint fingerprint() const;
-
- private:
-  void follow_others(bool in_backward);
-  void follow_other_levels();
+  Fingerprint fingerprint(at::TensorList tensors) const;
 };
 
 /// The partition of the heads into parts, which ranks share; empty where no tensor has a role. The last ones are

@@ -31,15 +31,14 @@ int64_t row_bytes_of(at::IntArrayRef shape, int64_t item_bytes) {
 }
 
 /// Checks that the tables say what the arguments say of them.
-void check_tables(const Segment& segment, const HeadSharing& sharing, const Segment& first, const std::string& label) {
-  const int32_t num_peers = first.send.num_peers(), index = sharing.index_in_group;
-  const int32_t first_sharer = segment.send.this_peer() - index;
-  const bool one_group = segment.send.num_peers() == num_peers && segment.recv.num_peers() == num_peers;
-  const bool same_sharing = segment.send.heads_shared() == (sharing.shared_end == HeadSharing::kSend) &&
-                            segment.recv.heads_shared() == (sharing.shared_end == HeadSharing::kRecv);
+void check_table(const SegmentArguments& segment, const PackedTable& first, const std::string& label) {
+  const auto& [table, roles, sharing] = segment;
+  const int32_t index = sharing.index_in_group, first_sharer = table.this_peer - index;
+  const bool same_sharing = table.send->heads_shared == (sharing.shared_end == HeadSharing::kSend) &&
+                            table.recv->heads_shared == (sharing.shared_end == HeadSharing::kRecv);
   const bool sharers_fit =
-      index >= 0 && index < sharing.degree && first_sharer >= 0 && first_sharer + sharing.degree <= num_peers;
-  if (!one_group || !same_sharing || !sharers_fit) {
+      index >= 0 && index < sharing.degree && first_sharer >= 0 && first_sharer + sharing.degree <= table.num_peers;
+  if (table.num_peers != first.num_peers || !same_sharing || !sharers_fit) {
     throw ArgumentError(text(label, ": got tables of several groups, or that share heads in another way than told"));
   }
 }
@@ -50,7 +49,7 @@ Rows rows_of(const Slot& slot, const SegmentEnd& end, int32_t peer) {
   void* first = sends ? const_cast<void*>(slot.input.const_data_ptr()) : slot.output.mutable_data_ptr();
   return {.first = static_cast<std::byte*>(first),
           .stride = sends ? slot.input_stride_bytes : slot.output_row_bytes,
-          .index = end.has_index() ? end.index_at(peer) : nullptr};
+          .index = end.rows.all_rows ? nullptr : end.rows.index_at(peer)};
 }
 
 /// Adds the copies of this rank's own rows, from input to output. Both ends list the same rows in the same order, and
@@ -73,7 +72,7 @@ void add_own_copies(Copies& copies, const WireBlock& block) {
 }  // namespace
 
 std::span<const int32_t> SegmentEnd::heads_of(const Slot& slot, int32_t peer) const {
-  const int32_t index = peer - this_peer() + sharing.index_in_group;
+  const int32_t index = peer - this_peer + sharing.index_in_group;
   if (index < 0 || index >= sharing.degree) return {};
   return slot.shares->of(index % sharing.head_parts());
 }
@@ -98,28 +97,28 @@ ColumnRuns SegmentEnd::columns_of(const Slot& slot, int32_t peer) const {
   return runs;
 }
 
-ExchangeCall::ExchangeCall(const ExchangeArguments& arguments) : label_(arguments.label()) {
-  const std::string& label = label_;
-  if (arguments.tensors.empty()) throw ArgumentError(text(label, ": got no tensors, expected at least one"));
-  device_ = arguments.tensors[0].device();
+ExchangeCall::ExchangeCall(at::TensorList tensors, const ExchangeArguments& arguments)
+    : first_table_(arguments.segments.at(0).table), device_(tensors.at(0).device()), label_(arguments.label()) {
   segments_.reserve(arguments.segments.size());  // slots point into it
   size_t next = 0;
   for (const SegmentArguments& given : arguments.segments) {
+    check_table(given, first_table_, label_);
+    const auto& [table, roles, sharing] = given;
     Segment& segment =
-        segments_.emplace_back(Segment{.send = {PackedEndView(given.table.send), HeadSharing::kSend, given.sharing},
-                                       .recv = {PackedEndView(given.table.recv), HeadSharing::kRecv, given.sharing},
-                                       .heads = head_partition(arguments.heads, given.sharing.head_parts()),
+        segments_.emplace_back(Segment{.send = {*table.send, HeadSharing::kSend, sharing, table.this_peer},
+                                       .recv = {*table.recv, HeadSharing::kRecv, sharing, table.this_peer},
+                                       .heads = head_partition(arguments.heads, sharing.head_parts()),
                                        .slots = {}});
-    check_tables(segment, given.sharing, segments_.front(), label);
-    segment.slots.reserve(given.roles.size());
-    for (const HeadRole role : given.roles) {
-      add_slot(segment, arguments.tensors[next], role, given.sharing, next);
+    segment.slots.reserve(roles.size());
+    for (const HeadRole role : roles) {
+      add_slot(segment, tensors.at(next), role, sharing, next);
       ++next;
     }
   }
+  KNAPFORMER_ASSERT(next == tensors.size());
   if (engine() == ExchangeEngine::kCpu && !device_.is_cpu()) {
     throw ArgumentError(
-        text(label, ": got tensors on ", device_, ", expected CPU tensors, as the tables were made for"));
+        text(label_, ": got tensors on ", device_, ", expected CPU tensors, as the tables were made for"));
   }
   allocate_wire();
 }
@@ -132,8 +131,8 @@ void ExchangeCall::add_slot(Segment& segment, const at::Tensor& tensor, HeadRole
     throw_argument(name(), text(tensor.dim(), " dimensions in layout ", tensor.layout()),
                    text("a strided tensor of rows", shares == nullptr ? "" : " and heads"));
   }
-  if (tensor.size(0) != segment.send.num_rows()) {
-    throw_argument(name(), text(tensor.size(0), " rows"), std::to_string(segment.send.num_rows()));
+  if (tensor.size(0) != segment.send.rows.num_rows) {
+    throw_argument(name(), text(tensor.size(0), " rows"), std::to_string(segment.send.rows.num_rows));
   }
   if (shares != nullptr && tensor.size(1) != num_heads_at(HeadSharing::kSend, *shares, sharing)) {
     throw_argument(name(), text(tensor.size(1), " heads"),
@@ -149,7 +148,7 @@ void ExchangeCall::add_slot(Segment& segment, const at::Tensor& tensor, HeadRole
       Slot{.input = with_dense_rows(tensor), .output_shape = at::DimVector(tensor.sizes()), .shares = shares});
   const auto item_bytes = static_cast<int64_t>(tensor.itemsize());
   slot.input_row_bytes = row_bytes_of(slot.output_shape, item_bytes);
-  slot.output_shape[0] = segment.recv.num_rows();
+  slot.output_shape[0] = segment.recv.rows.num_rows;
   if (shares != nullptr) {
     slot.head_bytes = row_bytes_of(at::IntArrayRef(slot.output_shape).slice(1), item_bytes);
     slot.output_shape[1] = num_heads_at(HeadSharing::kRecv, *shares, sharing);
@@ -167,7 +166,7 @@ int64_t ExchangeCall::add_peer(std::vector<WireBlock>& blocks, SegmentEnd Segmen
                                                              .end = &(segment.*end),
                                                              .peer = peer,
                                                              .first_byte = first_byte,
-                                                             .num_rows = (segment.*end).peer_rows(peer),
+                                                             .num_rows = (segment.*end).rows.peer_rows(peer),
                                                              .row_bytes = (segment.*end).wire_bytes(slot, peer)});
       const int64_t num_bytes = block.num_rows * block.row_bytes;
       first_byte += (num_bytes + kMaxWordBytes - 1) / kMaxWordBytes * kMaxWordBytes;
@@ -235,19 +234,19 @@ void ExchangeCall::add_to_sum(const WireBlock& block) const {
   if (block.row_bytes == 0 || block.num_rows == 0) return;
   std::vector<int64_t> shape = slot.output.sizes().vec();
   shape[0] = block.num_rows;
-  if (recv.heads_shared()) shape[1] = -1;
+  if (recv.rows.heads_shared) shape[1] = -1;
   const at::Tensor values = wire_.narrow(0, block.first_byte, block.num_rows * block.row_bytes)
                                 .view(slot.output.scalar_type())
                                 .view(shape)
                                 .to(slot.sum.scalar_type());
   const auto add = [&](at::Tensor sum, const at::Tensor& rows) {
-    if (recv.has_index()) {
-      sum.index_add_(0, recv.index_of(block.peer), rows);  // no row is twice in the index
-    } else {
+    if (recv.rows.all_rows) {
       sum.add_(rows);
+    } else {
+      sum.index_add_(0, recv.rows.index_of(block.peer), rows);  // no row is twice in the index
     }
   };
-  if (!recv.heads_shared()) return add(slot.sum, values);
+  if (!recv.rows.heads_shared) return add(slot.sum, values);
   int64_t next = 0;
   for (const ColumnRun& run : recv.columns_of(slot, block.peer)) {
     const int64_t first_head = run.first_byte / slot.head_bytes, num_heads = run.num_bytes / slot.head_bytes;

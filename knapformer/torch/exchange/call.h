@@ -51,16 +51,18 @@ struct Slot {
 };
 
 /// One end of a segment.
-struct SegmentEnd : PackedEndView {
+struct SegmentEnd {
+  const PackedEnd& rows;
   HeadSharing::End kind;  // kSend or kRecv
   HeadSharing sharing;
+  int32_t this_peer;
 
   /// Bytes of a row of the slot's tensor at this end.
   int64_t row_bytes(const Slot& slot) const {
     return kind == HeadSharing::kSend ? slot.input_row_bytes : slot.output_row_bytes;
   }
   /// How the peers share a slot's heads at this end; null: all columns meet every peer.
-  const HeadShares* shares_of(const Slot& slot) const { return heads_shared() ? slot.shares : nullptr; }
+  const HeadShares* shares_of(const Slot& slot) const { return rows.heads_shared ? slot.shares : nullptr; }
   std::span<const int32_t> heads_of(const Slot& slot, int32_t peer) const;
   /// Bytes of a row that meet `peer` here.
   int64_t wire_bytes(const Slot& slot, int32_t peer) const;
@@ -77,7 +79,7 @@ struct Segment {
   /// Several values on the wire belong to one of the output: they add up.
   bool sums(const Slot& slot) const {
     const HeadShares* shares = recv.shares_of(slot);
-    return recv.has_duplicates() || (shares != nullptr && shares->has_duplicates());
+    return recv.rows.has_duplicate_rows || (shares != nullptr && shares->has_duplicates());
   }
 };
 
@@ -96,8 +98,9 @@ struct WireBlock {
 
 class ExchangeCall {
  public:
-  /// Throws ArgumentError where the tensors do not fit the tables. Lays out and allocates the buffer.
-  explicit ExchangeCall(const ExchangeArguments& arguments);
+  /// Throws ArgumentError where the tensors do not fit the tables. Lays out and allocates the buffer. Refers to the
+  /// arguments.
+  ExchangeCall(at::TensorList tensors, const ExchangeArguments& arguments);
   ExchangeCall(const ExchangeCall&) = delete;  // blocks point into segments
   ExchangeCall& operator=(const ExchangeCall&) = delete;
 
@@ -129,15 +132,16 @@ class ExchangeCall {
   /// Appends the blocks that meet a peer, from `first_byte` on. Returns the byte behind them.
   int64_t add_peer(std::vector<WireBlock>& blocks, SegmentEnd Segment::*end, int32_t peer, int64_t first_byte);
   void allocate_wire();
-  int32_t this_peer() const { return segments_.front().send.this_peer(); }
-  int32_t num_peers() const { return segments_.front().send.num_peers(); }
-  ExchangeEngine engine() const { return segments_.front().send.engine(); }
+  int32_t this_peer() const { return first_table_.this_peer; }
+  int32_t num_peers() const { return first_table_.num_peers; }
+  ExchangeEngine engine() const { return first_table_.engine; }
   /// Allocates the outputs, and adds the copies of this rank's own rows.
   void add_own(Copies& copies);
   /// Adds those of the rows of a block, between their tensor and the buffer.
   void add_wire_copies(Copies& copies, const WireBlock& block) const;
   void add_to_sum(const WireBlock& block) const;
 
+  const PackedTable& first_table_;
   std::vector<Segment> segments_;
   int64_t num_slots_ = 0;
   at::Tensor wire_;

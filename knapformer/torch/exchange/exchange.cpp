@@ -1,14 +1,15 @@
 #include "knapformer/torch/exchange/exchange.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/custom_class.h>
 #include <torch/library.h>
 
 #include <algorithm>
-#include <limits>
 #include <memory>
 #include <utility>
 
@@ -17,104 +18,30 @@
 #include "knapformer/torch/exchange/call.h"
 
 namespace knapformer {
-
-using Tensors = std::vector<at::Tensor>;
-
-// The op's schema: ExchangeArguments <-> the dispatcher's arguments.
-
-static constexpr size_t kTables = 4;  // tensors of a segment's table
-
-OpArguments::OpArguments(const ExchangeArguments& a)
-    : layout{static_cast<int64_t>(a.segments.size())}, names{a.group, a.call} {
-  tables.reserve(kTables * a.segments.size());
-  for (const auto& [table, roles, sharing] : a.segments) {
-    tables.insert(tables.end(), {table.send.table, table.send.index, table.recv.table, table.recv.index});
-    layout.insert(layout.end(), {sharing.shared_end, sharing.degree, sharing.index_in_group, sharing.query_parts,
-                                 static_cast<int64_t>(roles.size())});
-    for (const HeadRole role : roles) layout.push_back(static_cast<int64_t>(role));
-  }
-  names.insert(names.end(), a.names.begin(), a.names.end());
-}
-
 namespace {
 
-constexpr const char* kSchema =
-    "(Tensor[] tensors, int[] differentiable, int[] heads, Tensor[] tables, int[] layout, str[] names)";
+/// The arguments of a call, to the dispatcher and to autograd an object into which they do not look.
+struct CallObject : torch::CustomClassHolder {
+  explicit CallObject(ExchangeArguments of_call) : arguments(std::move(of_call)) {}
 
-using Names = at::ArrayRef<std::string>;
-
-template <class Result>
-using OpSignature = Result(at::TensorList, at::IntArrayRef, at::IntArrayRef, at::TensorList, at::IntArrayRef, Names);
-
-ExchangeArguments arguments_from(at::TensorList tensors, at::IntArrayRef differentiable, at::IntArrayRef heads,
-                                 at::TensorList tables, at::IntArrayRef layout, Names names) {
-  const auto check = [&](bool fits, const char* argument) {
-    if (fits) return;
-    throw ArgumentError(text("exchange: got ", argument, " that do not fit the tensors, expected those of one call"));
-  };
-  auto next = layout.begin();
-  const auto take = [&](int64_t min, int64_t max) {
-    check(next != layout.end() && *next >= min && *next <= max, "layout");
-    return *next++;
-  };
-  constexpr int64_t kAny = std::numeric_limits<int32_t>::max();
-  check(heads.size() == 2, "heads");
-  check(names.size() >= 2, "names");
-  check(differentiable.empty() || differentiable.size() == tensors.size(), "differentiable");
-  ExchangeArguments arguments{.tensors = tensors.vec(),
-                              .heads = {.num_heads = heads[0], .num_kv_heads = heads[1]},
-                              .differentiable = differentiable.vec(),
-                              .group = names[0],
-                              .call = names[1],
-                              .names = names.slice(2).vec()};
-  arguments.segments.resize(static_cast<size_t>(take(0, static_cast<int64_t>(tables.size() / kTables))));
-  size_t num_tensors = 0, first_table = 0;
-  for (SegmentArguments& segment : arguments.segments) {
-    const at::Tensor* t = &tables[std::exchange(first_table, first_table + kTables)];
-    segment.table = {.send = {.table = t[0], .index = t[1]}, .recv = {.table = t[2], .index = t[3]}};
-    segment.sharing = {.shared_end = static_cast<HeadSharing::End>(take(0, HeadSharing::kRecv)),
-                       .degree = static_cast<int32_t>(take(1, kAny)),
-                       .index_in_group = static_cast<int32_t>(take(0, kAny)),
-                       .query_parts = static_cast<int32_t>(take(1, kAny))};
-    check(segment.sharing.degree % segment.sharing.query_parts == 0, "layout");
-    segment.roles.resize(static_cast<size_t>(take(1, kAny)));
-    for (HeadRole& role : segment.roles) {
-      role = static_cast<HeadRole>(take(0, heads[0] < 1 ? 0 : static_cast<int64_t>(HeadRole::kValue)));
-    }
-    num_tensors += segment.roles.size();
-  }
-  check(next == layout.end() && num_tensors == tensors.size(), "layout");
-  check(arguments.names.empty() || arguments.names.size() == num_tensors, "names");
-  return arguments;
-}
-
-/// Makes a function of the dispatcher's signature from one that takes ExchangeArguments.
-template <auto kCall>
-auto kernel(at::TensorList tensors, at::IntArrayRef differentiable, at::IntArrayRef heads, at::TensorList tables,
-            at::IntArrayRef layout, Names names) {
-  return kCall(arguments_from(tensors, differentiable, heads, tables, layout, names));
-}
-
-template <class Result>
-Result call_op(const c10::TypedOperatorHandle<OpSignature<Result>>& op, const ExchangeArguments& a) {
-  const OpArguments of_op(a);
-  const int64_t heads[] = {a.heads.num_heads, a.heads.num_kv_heads};
-  return op.call(a.tensors, a.differentiable, heads, of_op.tables, of_op.layout, of_op.names);
-}
+  ExchangeArguments arguments;  // with the group, so that the backward needs no balancer
+  std::vector<std::pair<at::DimVector, at::TensorOptions>> outputs;  // their shapes, once something keeps them
+};
+using CallPtr = c10::intrusive_ptr<CallObject>;
 
 template <class Signature>
 c10::TypedOperatorHandle<Signature> find_op(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
 
-Tensors call_exchange(const ExchangeArguments& arguments) {
-  static const auto op = find_op<OpSignature<Tensors>>("knapformer::exchange");
-  return call_op<Tensors>(op, arguments);
+Tensors call_exchange(at::TensorList tensors, const CallPtr& call) {
+  static const auto op = find_op<Tensors(at::TensorList, const CallPtr&)>("knapformer::exchange");
+  return op.call(tensors, call);
 }
 
-at::Tensor call_start(const ExchangeArguments& arguments) {
-  static const auto op = find_op<OpSignature<at::Tensor>>("knapformer::exchange_start");
-  return call_op<at::Tensor>(op, arguments);
+at::Tensor call_start(at::TensorList tensors, const CallPtr& call) {
+  static const auto op = find_op<at::Tensor(at::TensorList, const CallPtr&)>("knapformer::exchange_start");
+  return op.call(tensors, call);
 }
 
 Tensors call_finish(const at::Tensor& started) {
@@ -129,29 +56,19 @@ Tensors call_finish(const at::Tensor& started) {
 class InFlight {
  public:
   /// Packs, and launches the all-to-all. Collective.
-  explicit InFlight(const ExchangeArguments& arguments) : group_(CommGroup::find(arguments.group)) {
-    RECORD_USER_SCOPE(text("knapformer::start ", arguments.label()));
+  InFlight(at::TensorList tensors, CallPtr call) : call_(std::move(call)), group_(call_->arguments.group) {
+    RECORD_USER_SCOPE(text("knapformer::start ", call_->arguments.label()));
     group_->watchdog().guard([&] {
-      call_ = std::make_unique<ExchangeCall>(arguments);
-      call_->pack();
+      exchange_ = std::make_unique<ExchangeCall>(tensors, call_->arguments);
+      exchange_->pack();
       // The last step before the collective, as ranks look for errors in it. While a backend opens connections, which
       // it does in a group's first collective, they do not.
-      group_->fingerprints().agree(arguments.fingerprint());
-      at::Tensor received = call_->received(), sent = call_->sent();
-      work_ = group_->start_all_to_all(received, sent, call_->received_bytes(), call_->sent_bytes(), call_->label());
-      call_->move_own();
+      group_->fingerprints().agree(call_->arguments.fingerprint(tensors));
+      at::Tensor received = exchange_->received(), sent = exchange_->sent();
+      work_ = group_->start_all_to_all(received, sent, exchange_->received_bytes(), exchange_->sent_bytes(),
+                                       exchange_->label());
+      exchange_->move_own();
     });
-  }
-
-  /// The same; the tensor that stands for it.
-  static at::Tensor start(ExchangeArguments arguments) {
-    const at::Device device = arguments.tensors.at(0).device();
-    auto* in_flight = new InFlight(arguments);
-    arguments.tensors.clear();
-    in_flight->arguments_ = std::move(arguments);
-    at::Tensor started = at::empty({0}, at::TensorOptions().dtype(at::kFloat).device(device));
-    started.storage().set_data_ptr_noswap({nullptr, in_flight, &delete_it, device});
-    return started;
   }
 
   /// What such a tensor stands for. Throws StateError, ArgumentError where it stands for nothing.
@@ -165,208 +82,179 @@ class InFlight {
   /// Waits and unpacks; once.
   Tensors finish() {
     return group_->watchdog().guard([&] {
-      if (!call_) throw StateError(text(arguments_.label(), ": has been finished before, expected once"));
-      const std::unique_ptr<ExchangeCall> call = std::move(call_);
-      group_->wait(*work_, call->device(), call->label());
+      if (!exchange_) throw StateError(text(call_->arguments.label(), ": has been finished before, expected once"));
+      const std::unique_ptr<ExchangeCall> exchange = std::move(exchange_);
+      group_->wait(*work_, exchange->device(), exchange->label());
       work_.reset();
-      return call->unpack();
+      return exchange->unpack();
     });
   }
 
-  /// Of one that start() made, without its tensors.
-  const ExchangeArguments& arguments() const { return arguments_; }
-
- private:
+  const CallPtr& call() const { return call_; }
   static void delete_it(void* in_flight) { delete static_cast<InFlight*>(in_flight); }
 
+ private:
+  CallPtr call_;
   std::shared_ptr<CommGroup> group_;
-  ExchangeArguments arguments_;
-  std::unique_ptr<ExchangeCall> call_;
+  std::unique_ptr<ExchangeCall> exchange_;
   WorkPtr work_;
 };
 
-Tensors exchange_kernel(const ExchangeArguments& arguments) { return InFlight(arguments).finish(); }
+Tensors exchange_kernel(at::TensorList tensors, const CallPtr& call) { return InFlight(tensors, call).finish(); }
 
-at::Tensor start_kernel(ExchangeArguments arguments) { return InFlight::start(std::move(arguments)); }
+at::Tensor start_kernel(at::TensorList tensors, const CallPtr& call) {
+  const at::Device device = tensors[0].device();
+  auto in_flight = std::make_unique<InFlight>(tensors, call);
+  at::Tensor started = at::empty({0}, at::TensorOptions().dtype(at::kFloat).device(device));
+  started.storage().set_data_ptr_noswap({nullptr, in_flight.release(), &InFlight::delete_it, device});
+  return started;
+}
 
 Tensors finish_kernel(const at::Tensor& started) { return InFlight::of(started).finish(); }
 
 using torch::autograd::AutogradContext;
 
-/// Arguments that autograd keeps for the backward, without looking into them.
-struct KeptArguments : torch::CustomClassHolder {
-  explicit KeptArguments(ExchangeArguments kept)
-      : arguments(std::move(kept)), group(CommGroup::find_if_alive(arguments.group)) {
-    arguments.tensors.clear();
-  }
-  /// Puts zeros for gradients that the backward pass did not bring; outputs whose gradient does not travel get none.
-  Tensors with_zeros(Tensors gradients) const {
-    for (size_t i = 0; i < gradients.size(); ++i) {
-      if (gradients[i].defined() || arguments.differentiable[i] == 0) continue;
-      gradients[i] = at::zeros_symint(outputs[i].first, outputs[i].second);
-    }
-    return gradients;
-  }
-
-  ExchangeArguments arguments;
-  std::vector<std::pair<c10::SymDimVector, at::TensorOptions>> outputs;  // where known: empty for a start
-  std::shared_ptr<CommGroup> group;  // alive for the backward, even if the balancer ends before; null while tracing
-};
-
-KeptArguments& keep_arguments(AutogradContext& context, ExchangeArguments arguments) {
-  auto kept = c10::make_intrusive<KeptArguments>(std::move(arguments));
-  context.saved_data["arguments"] = c10::IValue::make_capsule(kept);
-  return *kept;
+void keep_call(AutogradContext& context, const CallPtr& call) {
+  context.set_materialize_grads(false);  // exchange_back makes those that are needed
+  context.saved_data["call"] = c10::IValue::make_capsule(call);
 }
 
-const KeptArguments& kept_by(AutogradContext& context) {
-  // The context holds it for longer than this reference lives.
-  return static_cast<const KeptArguments&>(*context.saved_data["arguments"].toCapsule());
+CallPtr kept_call(AutogradContext& context) {
+  return c10::static_intrusive_pointer_cast<CallObject>(context.saved_data["call"].toCapsule());
 }
 
 /// Returns the outputs of a forward, and keeps all that its backward needs.
-Tensors kept_outputs(AutogradContext& context, Tensors outputs, ExchangeArguments arguments) {
+Tensors kept_outputs(AutogradContext& context, Tensors outputs, const CallPtr& call) {
   Tensors fixed;
+  call->outputs.clear();
   for (size_t i = 0; i < outputs.size(); ++i) {
-    if (arguments.differentiable[i] == 0) fixed.push_back(outputs[i]);
+    call->outputs.emplace_back(outputs[i].sizes(), outputs[i].options());
+    if (!call->arguments.differentiable[i]) fixed.push_back(outputs[i]);
   }
   if (!fixed.empty()) context.mark_non_differentiable(fixed);
-  context.set_materialize_grads(false);  // with_zeros makes those that are needed
-  KeptArguments& kept = keep_arguments(context, std::move(arguments));
-  for (const at::Tensor& output : outputs) kept.outputs.emplace_back(output.sym_sizes(), output.options());
+  keep_call(context, call);
   return outputs;
 }
 
-Tensors exchange_with_gradients(ExchangeArguments arguments);
-at::Tensor start_autograd(ExchangeArguments arguments);
+/// Calls run_exchange or start_exchange for the gradients of a forward's outputs, with zeros for those that the
+/// backward pass did not bring.
+auto exchange_back(const CallObject& forward, const Tensors& gradients, auto call) {
+  return in_backward([&] {
+    Tensors travelling;
+    for (size_t i = 0; i < gradients.size(); ++i) {
+      if (!forward.arguments.differentiable[i]) continue;
+      const auto& [shape, options] = forward.outputs[i];
+      travelling.push_back(gradients[i].defined() ? gradients[i] : at::zeros(shape, options));
+    }
+    ExchangeArguments back = forward.arguments.inverse();
+    if (at::GradMode::is_enabled()) back.follow_other_levels(travelling);
+    return call(travelling, std::move(back));
+  });
+}
 
-class ExchangeFunction : public torch::autograd::Function<ExchangeFunction> {
- public:
-  static Tensors forward(AutogradContext* context, at::TensorList, ExchangeArguments& arguments) {
+/// The gradient of each input of a forward, from the outputs of exchange_back. Undefined where none travels, and for
+/// the call, which is the last input.
+Tensors gradients_from(const CallObject& forward, const Tensors& moved) {
+  const std::vector<bool>& travels = forward.arguments.differentiable;
+  Tensors gradients(travels.size() + 1);
+  for (size_t i = 0, next = 0; i < travels.size(); ++i) {
+    if (travels[i]) gradients[i] = moved[next++];
+  }
+  return gradients;
+}
+
+struct ExchangeFunction : torch::autograd::Function<ExchangeFunction> {
+  static Tensors forward(AutogradContext* context, at::TensorList tensors, const CallPtr& call) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    Tensors outputs = call_exchange(arguments);
-    return kept_outputs(*context, std::move(outputs), std::move(arguments));
+    return kept_outputs(*context, call_exchange(tensors, call), call);
   }
 
   static Tensors backward(AutogradContext* context, const Tensors& gradients) {
-    const KeptArguments& forward = kept_by(*context);
-    Tensors results = in_backward([&] {
-      return forward.arguments.gradients_from(
-          exchange_with_gradients(forward.arguments.inverse(forward.with_zeros(gradients))));
-    });
-    results.emplace_back();  // for the arguments, which have no gradient
-    return results;
+    const CallPtr forward = kept_call(*context);
+    return gradients_from(*forward, exchange_back(*forward, gradients, run_exchange));
   }
 };
 
-class StartFunction : public torch::autograd::Function<StartFunction> {
- public:
-  static at::Tensor forward(AutogradContext* context, at::TensorList, ExchangeArguments& arguments) {
-    context->set_materialize_grads(false);
+struct StartFunction : torch::autograd::Function<StartFunction> {
+  static at::Tensor forward(AutogradContext* context, at::TensorList tensors, const CallPtr& call) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    at::Tensor started = call_start(arguments);
-    keep_arguments(*context, std::move(arguments));
-    return started;
+    keep_call(*context, call);
+    return call_start(tensors, call);
   }
 
   static Tensors backward(AutogradContext* context, const Tensors& gradients) {
-    const KeptArguments& forward = kept_by(*context);
-    Tensors results = in_backward([&] { return forward.arguments.gradients_from(call_finish(gradients[0])); });
-    results.emplace_back();
-    return results;
+    return gradients_from(*kept_call(*context), in_backward([&] { return finish_exchange(gradients[0]); }));
   }
 };
 
-class FinishFunction : public torch::autograd::Function<FinishFunction> {
- public:
+struct FinishFunction : torch::autograd::Function<FinishFunction> {
   static Tensors forward(AutogradContext* context, const at::Tensor& started) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    return kept_outputs(*context, call_finish(started), InFlight::of(started).arguments());
+    return kept_outputs(*context, call_finish(started), InFlight::of(started).call());
   }
 
   static Tensors backward(AutogradContext* context, const Tensors& gradients) {
-    const KeptArguments& forward = kept_by(*context);
-    return {in_backward([&] { return start_autograd(forward.arguments.inverse(forward.with_zeros(gradients))); })};
+    return {exchange_back(*kept_call(*context), gradients, start_exchange)};
   }
 };
 
 /// Autograd functions of C++ know neither torch's function transforms (torch.func) nor tangents, which they would drop.
-void refuse_transforms(const ExchangeArguments& arguments) {
+void refuse_transforms(const Tensors& tensors, const ExchangeArguments& arguments) {
   constexpr c10::DispatchKeySet kTransforms{c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
                                             c10::DispatchKey::VmapMode};  // of torch.autograd.grad's is_grads_batched
   const bool transformed = c10::impl::tls_local_dispatch_key_set().included_.has_any(kTransforms);
   const auto has_tangent = [](const at::Tensor& tensor) { return tensor._fw_grad(/*level=*/0).defined(); };
-  const bool dual = std::ranges::any_of(arguments.tensors, has_tangent);
-  if (!transformed && !dual) return;
-  CommGroup::find(arguments.group)->watchdog().guard([&] {
+  if (!transformed && std::ranges::none_of(tensors, has_tangent)) return;
+  arguments.group->watchdog().guard([&] {
     throw ArgumentError(text(arguments.label(), ": got tensors ",
                              transformed ? "inside torch.func or vmap" : "with tangents",
                              ", expected plain ones: take gradients one by one, by backward() or torch.autograd.grad"));
   });
 }
 
-/// Calls the op, by its autograd function where a gradient travels.
-template <class Function, class Call>
-auto by_autograd(ExchangeArguments arguments, Call call) {
-  refuse_transforms(arguments);
-  if (arguments.any_gradient()) return Function::apply(at::TensorList(arguments.tensors), arguments);
+/// Decides which gradients travel. Calls the op, by its autograd function where one does.
+template <class Function>
+auto by_autograd(const Tensors& tensors, ExchangeArguments arguments, auto op) {
+  refuse_transforms(tensors, arguments);
+  if (at::GradMode::is_enabled()) {
+    for (const at::Tensor& tensor : tensors) arguments.differentiable.push_back(tensor.requires_grad());
+  }
+  const auto call = c10::make_intrusive<CallObject>(std::move(arguments));
+  if (call->arguments.any_gradient()) return Function::apply(at::TensorList(tensors), call);
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return call(arguments);
-}
-
-Tensors exchange_with_gradients(ExchangeArguments arguments) {
-  return by_autograd<ExchangeFunction>(std::move(arguments), call_exchange);
-}
-
-at::Tensor start_with_gradients(ExchangeArguments arguments) {
-  return by_autograd<StartFunction>(std::move(arguments), call_start);
-}
-
-Tensors exchange_autograd(ExchangeArguments arguments) {
-  arguments.add_gradients();
-  return exchange_with_gradients(std::move(arguments));
-}
-
-at::Tensor start_autograd(ExchangeArguments arguments) {
-  arguments.add_gradients();
-  return start_with_gradients(std::move(arguments));
-}
-
-Tensors finish_autograd(const at::Tensor& started) {
-  if (started.requires_grad()) return FinishFunction::apply(started);
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return call_finish(started);
+  return op(tensors, call);
 }
 
 }  // namespace
 
-// Here, beside exchange(): whoever links exchange() gets the registration with it, also from a static library.
+// Here, beside run_exchange(): whoever links that gets the registration with it, also from a static library.
 TORCH_LIBRARY(knapformer, library) {
   // The host reads a step's tables, and calls other ranks. A CUDA graph would repeat the step that it recorded.
   const std::vector<at::Tag> by_host{at::Tag::cudagraph_unsafe};
-  library.def(text("exchange", kSchema, " -> Tensor[]").c_str(), by_host);
-  library.impl("exchange", c10::DispatchKey::CompositeExplicitAutograd, kernel<exchange_kernel>);
-  library.impl("exchange", c10::DispatchKey::Autograd, kernel<exchange_autograd>);
-
-  library.def(text("exchange_start", kSchema, " -> Tensor").c_str(), by_host);
-  library.impl("exchange_start", c10::DispatchKey::CompositeExplicitAutograd, kernel<start_kernel>);
-  library.impl("exchange_start", c10::DispatchKey::Autograd, kernel<start_autograd>);
-
+  constexpr auto kAnyDevice = c10::DispatchKey::CompositeExplicitAutograd;
+  library.class_<CallObject>("ExchangeCall");
+  library.def("exchange(Tensor[] tensors, __torch__.torch.classes.knapformer.ExchangeCall call) -> Tensor[]", by_host);
+  library.def("exchange_start(Tensor[] tensors, __torch__.torch.classes.knapformer.ExchangeCall call) -> Tensor",
+              by_host);
   library.def("exchange_finish(Tensor started) -> Tensor[]", by_host);
-  library.impl("exchange_finish", c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(finish_kernel));
-  library.impl("exchange_finish", c10::DispatchKey::Autograd, TORCH_FN(finish_autograd));
+  library.impl("exchange", kAnyDevice, exchange_kernel);
+  library.impl("exchange_start", kAnyDevice, start_kernel);
+  library.impl("exchange_finish", kAnyDevice, finish_kernel);
 }
 
-Tensors exchange(ExchangeArguments arguments) {
-  arguments.decide_gradients();
-  return exchange_with_gradients(std::move(arguments));
+Tensors run_exchange(const Tensors& tensors, ExchangeArguments arguments) {
+  return by_autograd<ExchangeFunction>(tensors, std::move(arguments), call_exchange);
 }
 
-at::Tensor start_exchange(ExchangeArguments arguments) {
-  arguments.decide_gradients();
-  return start_with_gradients(std::move(arguments));
+at::Tensor start_exchange(const Tensors& tensors, ExchangeArguments arguments) {
+  return by_autograd<StartFunction>(tensors, std::move(arguments), call_start);
 }
 
-Tensors finish_exchange(const at::Tensor& started) { return call_finish(started); }
+Tensors finish_exchange(const at::Tensor& started) {
+  static_cast<void>(InFlight::of(started));  // throws for another tensor
+  if (started.requires_grad()) return FinishFunction::apply(started);
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return call_finish(started);
+}
 
 }  // namespace knapformer

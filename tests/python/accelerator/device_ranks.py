@@ -137,7 +137,7 @@ def frozen_in_turn_agrees(rank: int, world: int) -> tuple[list[tuple[Tensor, Ten
         weight, gain = (torch.ones(2, dtype=torch.float64, device="sim", requires_grad=True) for _ in range(2))
         balancer.plan_routing([3, 4] if has_rows else [], 2)
         with sim.counted() as counted:
-            _, h, (again,) = balancer.route(tokens * weight if trains and has_rows else tokens, [tokens])
+            _, h, (again,) = balancer.route(tokens * weight if trains else tokens, [tokens])
             q = (h * gain).unflatten(1, (2, 1))
             _, y = balancer.reverse_route(balancer.attention(q, q, q, lambda q, k, v, _: q).flatten(1))
             (y * 3).sum().backward()

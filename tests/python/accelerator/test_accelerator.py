@@ -29,7 +29,7 @@ def steps_of_balancers(world: int) -> list[dict[str, list[Any]]]:
     return run_ranks(balancers_agree, world, TOPOLOGIES[world])
 
 
-def test_a_rank_without_rows_is_told_which_gradients_travel() -> None:
+def test_what_makes_x_is_frozen_in_turn_where_ranks_have_no_rows() -> None:
     for pairs, syncs in run_ranks(frozen_in_turn_agrees, 3):
         assert syncs == []
         for expected, got in pairs:

@@ -174,38 +174,6 @@ def check_a_kernel_that_needs_no_tokens(rank: int, world_size: int) -> None:
         balancer.plan_routing([3], 8)
 
 
-def check_op_is_well_formed(rank: int, world_size: int) -> None:
-    """The dispatcher's own checks of schema and autograd. They call the op on all ranks alike."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    calls: list[tuple[Any, ...]] = []
-
-    class Capture(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is torch.ops.knapformer.exchange.default:
-                calls.append(args)
-            return func(*args, **(kwargs or {}))
-
-    for engine in (None, "device"):
-        balancer = SequenceBalancer(f"g{world_size}n1", engine=engine)
-        balancer.plan_routing(own(LENS[world_size], rank), 8)
-        calls.clear()
-        with Capture():
-            _, h, _ = balancer.route(torch.randn(sum(own(LENS[world_size], rank)), 8), [])
-            balancer.pre_attn(*(h.view(-1, 4, 2),) * 3)
-        assert len(calls) == 2
-        for args in calls:
-            tensors = [t.clone().requires_grad_() for t in args[0]]
-            group, call, *names = args[5]
-            names = [group, f"{call} with gradients", *names]
-            with_gradients = (tensors, [1] * len(tensors), *args[2:5], names, *args[6:])
-            torch.library.opcheck(
-                torch.ops.knapformer.exchange.default,
-                with_gradients,
-                test_utils=("test_schema", "test_autograd_registration"),
-            )
-
-
 def check_masks(rank: int, world_size: int) -> None:
     """As knapformer.plan has them: one for all, or of each sequence, from some ranks or all."""
     lens, topology = LENS[world_size], f"g{world_size}n1"
@@ -412,7 +380,6 @@ CHECKS: list[Check] = [
     check_a_refused_plan_is_not_the_end,
     check_frozen_blocks_on_ranks_without_shared_rows,
     check_a_kernel_that_needs_no_tokens,
-    check_op_is_well_formed,
     check_masks,
     check_the_mask_of_the_kernel,
     check_given_work,

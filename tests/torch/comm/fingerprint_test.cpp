@@ -20,7 +20,7 @@ class CountingStore : public c10d::HashStore {
  public:
   using HashStore::set;
   std::atomic<int64_t> num_asked = 0;
-  std::atomic<int64_t> num_compared = 0;  // two an announcement; unlike waits, their number does not hang on timing
+  std::atomic<int64_t> num_compared = 0;  // one an announcement; unlike waits, their number does not hang on timing
 
   void set(const std::string& key, const std::vector<uint8_t>& value) override {
     ++num_asked;
@@ -62,10 +62,10 @@ struct Callers {
   }
 };
 
-Fingerprint fingerprint(std::string_view call, std::string_view dtype = "float", std::string_view gradients = "1") {
+Fingerprint fingerprint(std::string_view call, std::string_view dtype = "float", std::string_view gradient = "True") {
   Fingerprint f(call);
   f.add("x", dtype);
-  f.gradients.append(gradients);
+  f.add("x.requires_grad", gradient);
   return f;
 }
 
@@ -101,7 +101,7 @@ TEST(CallFingerprints, AskTheStoreOnlyUntilCallsRepeat) {
   EXPECT_EQ(asked_by_all_steps, asked_by_first_steps);
   // Of the 86 calls of the first two steps, each rank announces plan_routing, route, pre_attn, post_attn, pre_attn
   // after post_attn, reverse_route after post_attn, and plan_routing after reverse_route.
-  EXPECT_EQ(compared_by_first_steps, 2 * 3 * 7);
+  EXPECT_EQ(compared_by_first_steps, 3 * 7);
 }
 
 TEST(CallFingerprints, PredictStepsOfTwoKindsByWhatCameBefore) {
@@ -141,7 +141,7 @@ TEST(CallFingerprints, LetAllRanksChangeTogether) {
   world.ranks.run_all([&](int32_t rank) {
     const auto calls = world.join(rank);
     for (int32_t i = 0; i < 30; ++i)
-      calls->agree(fingerprint("route", i % 3 == 0 ? "float" : "double", i % 2 == 0 ? "0" : "1"));
+      calls->agree(fingerprint("route", i % 3 == 0 ? "float" : "double", i % 2 == 0 ? "False" : "True"));
   });
 }
 
@@ -170,55 +170,6 @@ TEST(CallFingerprints, NameACallOfTheStepBefore) {
   EXPECT_NE(testing::describe(errors[1]).find("route: x: got float on rank 1, expected half, as on rank 0"),
             std::string::npos)
       << testing::describe(errors[1]);
-}
-
-Listening listening(int32_t rank, int32_t speaker, int32_t num_listeners) {
-  return {.part = rank == speaker ? Listening::kSpeaks : Listening::kListens, .num_listeners = num_listeners};
-}
-
-TEST(CallFingerprints, LetAllRanksListenToOneAndLeaveFewKeysBehind) {
-  Callers world(3);
-  world.ranks.run_all([&](int32_t rank) {
-    const auto calls = world.join(rank);
-    for (int32_t i = 0; i < 100; ++i) {
-      Fingerprint own = fingerprint("route", "float", (i + rank) % 3 == 0 ? "1" : "0");
-      own.gradients = calls->gradients_of_speaker(own, listening(rank, i % 2, 2), /*may_repeat=*/false);
-      EXPECT_EQ(own.gradients, (i + i % 2) % 3 == 0 ? "1" : "0");
-      calls->agree(own);
-    }
-  });
-  EXPECT_LT(world.store->getNumKeys(), 12);
-}
-
-TEST(CallFingerprints, RememberTheGradientsOfCallsThatAreRepeated) {
-  Callers world(2);
-  world.ranks.run_all([&](int32_t rank) {
-    const auto calls = world.join(rank);
-    for (int32_t step = 0; step < 2; ++step) {
-      const auto attention = [&](const char* gradients) {
-        Fingerprint own = fingerprint("attention", "float", gradients);
-        own.step = step + 1;
-        return own;
-      };
-      const auto repeat = [&](const char* own) {
-        return calls->gradients_of_speaker(attention(own), listening(rank, 0, 1), true);
-      };
-      for (const char* gradients : {"10", "11"}) {
-        if (step == 0) calls->agree(attention(gradients));
-      }
-      if (step == 1) calls->agree(attention("00"));
-      for (const char* own : {"10", "01", "00"}) {
-        const std::string made = repeat(own);
-        if (rank == 0) {
-          EXPECT_EQ(made, own);
-        } else if (step == 0) {
-          EXPECT_EQ(made, own == std::string("10") ? "10" : "11");
-        } else {
-          EXPECT_EQ(made, "00");
-        }
-      }
-    }
-  });
 }
 
 }  // namespace

@@ -15,7 +15,7 @@ struct Member {
   LengthGatherer gatherer;
 
   Member(testing::InProcessWorld& world, int32_t rank)
-      : gatherer(CommGroup::make("lengths", world.all(rank), "gather_lengths_test",
+      : gatherer(CommGroup::make(world.all(rank), "gather_lengths_test",
                                  std::make_shared<Watchdog>(world.all(rank)->getStore(), rank))) {}
   GatheredLengths gather(const std::vector<int64_t>& lens, GatheredLengths beside = {}, int64_t d_model = 8) {
     const auto count = static_cast<int64_t>(lens.size());

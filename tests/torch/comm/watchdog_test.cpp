@@ -102,8 +102,9 @@ TEST(Watchdog, NamesRanksThatWaitForEachOtherCrosswise) {
     EXPECT_EQ(rank.wait("pre_attn(q,k,v)", 1), "") << all << " " << bag;
   }
   rank.come_to(2, 6);
-  EXPECT_EQ(rank.wait("pre_attn(q,k,v)", 1),
-            "call: got pre_attn on rank 0, expected reverse_route, as on rank 1: they would wait for each other");
+  EXPECT_EQ(
+      rank.wait("pre_attn(q,k,v)", 1),
+      "call: got pre_attn(q,k,v) on rank 0, expected reverse_route(x), as on rank 1: they would wait for each other");
   EXPECT_EQ(rank.wait("plan_routing", 1, /*in_background=*/true), "");  // that thread knows nothing of the order
 }
 
@@ -115,8 +116,8 @@ TEST(Watchdog, NamesRanksThatHaveNotCome) {
   same.stay("route(x)");
   behind.come_to(3, 1);
   behind.stay("attention backward(q/2)");
-  EXPECT_EQ(rank.watchdog.absent_ranks(*rank.all), "rank 2 (in attention backward), rank 3 (in no call)");
-  EXPECT_EQ(rank.watchdog.absent_ranks(*rank.bag), "rank 1 (in route)");
+  EXPECT_EQ(rank.watchdog.absent_ranks(*rank.all), "rank 2 (in attention backward(q/2)), rank 3 (in no call)");
+  EXPECT_EQ(rank.watchdog.absent_ranks(*rank.bag), "rank 1 (in route(x))");
   EXPECT_EQ(behind.wait("attention backward(q/2)", 1), "");  // and goes on
   EXPECT_EQ(rank.watchdog.absent_ranks(*rank.all), "rank 2 (in no call), rank 3 (in no call)");
 }
@@ -215,12 +216,6 @@ TEST(ErrorStore, DoesNotMakeARankWaitForOneThatLeavesInTheMiddleOfALook) {
   store->meanwhile = [&] { leaving.leave(); };
   EXPECT_EQ(waiting.absent_ranks(*group), "rank 1 (in no call), rank 2 (in no call)");
   EXPECT_EQ(store->meanwhile, nullptr);
-}
-
-TEST(CallName, LeavesOutTheTensors) {
-  EXPECT_EQ(call_name("route(x,features[0])"), "route");
-  EXPECT_EQ(call_name("route backward(x.grad)"), "route backward");
-  EXPECT_EQ(call_name("plan_routing"), "plan_routing");
 }
 
 }  // namespace

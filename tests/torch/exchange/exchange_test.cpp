@@ -92,18 +92,7 @@ INSTANTIATE_TEST_SUITE_P(All, ExchangePatterns,
 
 std::shared_ptr<CommGroup> make_group(InProcessWorld& world, int32_t rank) {
   const auto watchdog = std::make_shared<Watchdog>(world.all(rank)->getStore(), rank);
-  return CommGroup::make("test@" + std::to_string(rank), world.all(rank), "exchange_test", watchdog);
-}
-
-TEST(CommGroup, IsKnownByAUniqueNameAsLongAsItLives) {
-  InProcessWorld world(1);
-  auto first = make_group(world, 0), second = make_group(world, 0);
-  EXPECT_EQ(first->name(), "test@0");
-  EXPECT_NE(second->name(), "test@0");
-  EXPECT_EQ(CommGroup::find("test@0"), first);
-  EXPECT_EQ(CommGroup::find(second->name()), second);
-  first.reset();
-  EXPECT_THROW(CommGroup::find("test@0"), StateError);
+  return CommGroup::make(world.all(rank), "exchange_test", watchdog);
 }
 
 TEST(CommGroup, CountsWhatItMoves) {
@@ -127,16 +116,13 @@ PackedTable packed(const ExchangeTable& table, ExchangeEngine engine) {
   return pack_tables(std::vector{&table}, engine, at::kCPU)[0];
 }
 
-ExchangeArguments arguments_of(const CommGroup& group, const std::string& label) {
-  return {.group = group.name(), .call = label};
-}
+using GroupPtr = std::shared_ptr<CommGroup>;
 
 /// Of tensors that travel by one table.
-std::vector<at::Tensor> exchange_by(const PackedTable& table, const std::vector<at::Tensor>& tensors,
-                                    const CommGroup& group, const std::string& label) {
-  ExchangeArguments arguments = arguments_of(group, label);
-  arguments.add(table, tensors, std::vector(tensors.size(), HeadRole::kNone));
-  return exchange(std::move(arguments));
+Tensors exchange_by(const PackedTable& table, const Tensors& tensors, const GroupPtr& group) {
+  ExchangeArguments arguments{.group = group, .call = "test"};
+  arguments.add(table, tensors.size());
+  return run_exchange(tensors, std::move(arguments));
 }
 
 /// Rows of random bytes that `rank` owns: the same on whichever rank this is called.
@@ -170,10 +156,10 @@ TEST_P(ExchangePatterns, MovesEveryDtypeBitForBitInOneCollective) {
     for (size_t i = 0; i < kDtypes.size(); ++i) inputs.push_back(make_input(rank, i));
     inputs.push_back(at::empty({inputs[0].size(0), 0}, at::kFloat));  // no columns at all
     const PackedTable table = packed(world.tables[static_cast<size_t>(rank)], engine());
-    ExchangeArguments arguments = arguments_of(*group, "test");  // in two segments
-    arguments.add(table, {inputs.begin(), inputs.begin() + 7}, std::vector(7, HeadRole::kNone));
-    arguments.add(table, {inputs.begin() + 7, inputs.end()}, std::vector(inputs.size() - 7, HeadRole::kNone));
-    const std::vector<at::Tensor> outputs = exchange(std::move(arguments));
+    ExchangeArguments arguments{.group = group, .call = "test"};  // in two segments
+    arguments.add(table, 7);
+    arguments.add(table, inputs.size() - 7);
+    const Tensors outputs = run_exchange(inputs, std::move(arguments));
     ASSERT_EQ(outputs.size(), inputs.size());
     const auto& expected = world.expected[static_cast<size_t>(rank)];
     for (size_t i = 0; i < kDtypes.size(); ++i) {
@@ -204,8 +190,7 @@ TEST_P(ExchangePatterns, BackwardIsTheInverseTable) {
     const at::Tensor x = at::full({rows, 3}, 1.0, at::kDouble).set_requires_grad(true);
     const at::Tensor fixed = at::full({rows}, 2.0, at::kFloat);
     const at::Tensor y = at::full({rows, 2}, 1.0, at::kFloat).set_requires_grad(true);
-    const std::vector<at::Tensor> outputs =
-        exchange_by(packed(world.tables[r], engine()), {x, fixed, y}, *group, "test");
+    const std::vector<at::Tensor> outputs = exchange_by(packed(world.tables[r], engine()), {x, fixed, y}, group);
     EXPECT_TRUE(outputs[0].requires_grad() && !outputs[1].requires_grad() && outputs[2].requires_grad());
     // Each output row's gradient names the row that it came from.
     at::Tensor weight = at::empty_like(outputs[0]);
@@ -248,10 +233,10 @@ TEST_P(ExchangeEngines, TakesViewsAsTheyAre) {
                                             conjugate,                                // not what its bytes say
                                             fused.select(2, 0).select(1, 2)};         // a vector with a stride
     const PackedTable table = packed(world.tables[r], GetParam());
-    const std::vector<at::Tensor> outputs = exchange_by(table, inputs, *group, "test");
+    const std::vector<at::Tensor> outputs = exchange_by(table, inputs, group);
     std::vector<at::Tensor> copies;
     for (const at::Tensor& input : inputs) copies.push_back(input.resolve_conj().contiguous());
-    const std::vector<at::Tensor> plain = exchange_by(table, copies, *group, "test");
+    const std::vector<at::Tensor> plain = exchange_by(table, copies, group);
     for (size_t i = 0; i < inputs.size(); ++i) EXPECT_TRUE(at::equal(outputs[i], plain[i])) << i;
     for (size_t row = 0; row < 5; ++row) {
       const auto [from, from_row] = world.expected[r][row];
@@ -272,7 +257,7 @@ TEST_P(ExchangeEngines, MovesRunsThatThreadsDivide) {
       const int64_t num_rows = world.tables[static_cast<size_t>(of_rank)].send.num_rows;
       return (at::arange(num_rows * 75, at::kInt) + 1000000 * of_rank).view({num_rows, 75});
     };
-    const at::Tensor moved = exchange_by(packed(world.tables[r], GetParam()), {rows_of(rank)}, *group, "test")[0];
+    const at::Tensor moved = exchange_by(packed(world.tables[r], GetParam()), {rows_of(rank)}, group)[0];
     const at::Tensor sent[] = {rows_of(0), rows_of(1)};
     for (size_t row = 0; row < world.expected[r].size(); ++row) {
       const auto [from, from_row] = world.expected[r][row];
@@ -286,48 +271,11 @@ TEST(Exchange, RefusesWhatDoesNotFitItsTables) {
   InProcessWorld ranks(2);
   const auto errors = ranks.run([&](int32_t rank) {
     const auto group = make_group(ranks, rank);
-    static_cast<void>(exchange_by(packed(world.tables[static_cast<size_t>(rank)], ExchangeEngine::kCpu),
-                                  {at::zeros({4})}, *group, "test"));
+    static_cast<void>(
+        exchange_by(packed(world.tables[static_cast<size_t>(rank)], ExchangeEngine::kCpu), {at::zeros({4})}, group));
   });
   for (const auto& error : errors)
     EXPECT_NE(testing::describe(error).find("got 4 rows, expected 5"), std::string::npos);
-}
-
-TEST(Exchange, RefusesArgumentsOfTheOpThatDoNotFitEachOther) {
-  const World world = make_world(swap_pattern(), 9);
-  ExchangeArguments arguments;
-  arguments.add(packed(world.tables[0], ExchangeEngine::kCpu), {at::zeros({5})}, {HeadRole::kNone});
-  const OpArguments right(arguments);
-  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("knapformer::exchange", "");
-  const auto call = [&](const std::vector<at::Tensor>& tables, const std::vector<int64_t>& layout,
-                        const std::vector<int64_t>& differentiable, const std::vector<int64_t>& heads,
-                        const std::vector<std::string>& names) {
-    torch::jit::Stack stack = {arguments.tensors, differentiable, heads, tables, layout, names};
-    op.callBoxed(stack);
-  };
-  const auto changed = [&](size_t i, int64_t value) {
-    std::vector<int64_t> layout = right.layout;
-    layout[i] = value;
-    return layout;
-  };
-  std::vector<int64_t> longer = right.layout, shorter = right.layout;
-  longer.push_back(0);
-  shorter.pop_back();
-  // {segments, shared end, degree, index, query parts, roles, role}
-  for (const std::vector<int64_t>& layout :
-       {std::vector<int64_t>{}, longer, shorter, changed(0, 2), changed(1, 3), changed(2, 0), changed(4, 2),
-        changed(5, 2), changed(6, static_cast<int64_t>(HeadRole::kQuery))}) {
-    EXPECT_THROW(call(right.tables, layout, {0}, {0, 0}, right.names), ArgumentError) << layout;
-  }
-  EXPECT_THROW(call({right.tables[0]}, right.layout, {0}, {0, 0}, right.names), ArgumentError);
-  EXPECT_THROW(call(right.tables, right.layout, {0, 0}, {0, 0}, right.names), ArgumentError);
-  EXPECT_THROW(call(right.tables, right.layout, {0}, {0}, right.names), ArgumentError);
-  EXPECT_THROW(call(right.tables, right.layout, {0}, {0, 0}, {"group"}), ArgumentError);
-  EXPECT_THROW(call(right.tables, right.layout, {0}, {0, 0}, {"no such group", "test"}), StateError);
-  for (const at::Tensor& table : {at::Tensor(), at::zeros({20}, at::kLong), at::zeros({2}, at::kLong),
-                                  at::zeros({20}, at::kInt), at::zeros({4, 5}, at::kLong)}) {
-    EXPECT_THROW(PackedEndView({.table = table, .index = {}}), ArgumentError);
-  }
 }
 
 }  // namespace

@@ -32,15 +32,19 @@ using Outputs = std::vector<std::vector<at::Tensor>>;  // by rank
 /// An exchange of ranks of this process, in which a copy is the transport.
 Outputs exchange_between(const std::vector<RankInputs>& ranks, HeadCounts heads, ExchangeEngine engine) {
   std::vector<ExchangeArguments> given;  // calls read its tables
+  given.reserve(ranks.size());
   std::vector<std::unique_ptr<ExchangeCall>> calls;
   for (const RankInputs& inputs : ranks) {
-    ExchangeArguments& arguments = given.emplace_back(ExchangeArguments{.heads = heads, .group = {}, .call = "test"});
+    ExchangeArguments& arguments = given.emplace_back(ExchangeArguments{.heads = heads, .call = "test"});
+    Tensors tensors;
     for (const SegmentOfRank& segment : inputs) {
       const PackedTable table = pack_tables(std::vector{&segment.table}, engine, at::kCPU)[0];
-      arguments.add(segment.inverse ? table.inverse() : table, segment.tensors, segment.roles,
-                    segment.inverse ? segment.sharing.inverse() : segment.sharing);
+      arguments.segments.push_back({.table = segment.inverse ? table.inverse() : table,
+                                    .roles = segment.roles,
+                                    .sharing = segment.inverse ? segment.sharing.inverse() : segment.sharing});
+      tensors.insert(tensors.end(), segment.tensors.begin(), segment.tensors.end());
     }
-    calls.push_back(std::make_unique<ExchangeCall>(arguments));
+    calls.push_back(std::make_unique<ExchangeCall>(tensors, arguments));
     calls.back()->wire().fill_(0xee);
     calls.back()->pack();
     calls.back()->move_own();
@@ -137,13 +141,12 @@ TEST(WireLayout, NarrowColumnsDoNotNarrowTheWordsOfWideOnes) {
       const ExchangeTable* const tables[] = {&route.tokens, &route.sequences};
       const std::vector<PackedTable> packed = pack_tables(tables, ExchangeEngine::kCpu, at::kCPU);
       const int64_t tokens = route.tokens.send.num_rows, sequences = route.sequences.send.num_rows;
-      ExchangeArguments arguments{.group = {}, .call = "route"};
-      arguments.add(
-          packed[0],
-          {at::empty({tokens, 64}, at::kBFloat16), at::empty({tokens, 3}, at::kInt), at::empty({tokens}, at::kBool)},
-          {HeadRole::kNone, HeadRole::kNone, HeadRole::kNone});
-      arguments.add(packed[1], {at::empty({sequences, 3}, at::kFloat)}, {HeadRole::kNone});
-      const ExchangeCall call(arguments);
+      ExchangeArguments arguments{.call = "route"};
+      arguments.add(packed[0], 3);
+      arguments.add(packed[1], 1);
+      const Tensors tensors = {at::empty({tokens, 64}, at::kBFloat16), at::empty({tokens, 3}, at::kInt),
+                               at::empty({tokens}, at::kBool), at::empty({sequences, 3}, at::kFloat)};
+      const ExchangeCall call(tensors, arguments);
       const std::span<const Segment> segments = call.segments();
       for (const std::vector<WireBlock>& blocks : {call.sent_blocks(), call.received_blocks()}) {
         for (const WireBlock& block : blocks) {
