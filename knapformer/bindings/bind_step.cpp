@@ -131,7 +131,7 @@ void bind_step(py::module_& m) {
       .def(py::init(&tables_of), py::arg("masks"), py::arg("seq_lens"), py::arg("parts") = py::none())
       .def_property_readonly("num_queries", [](const MaskTables& t) { return t.rows().num_queries; })
       .def_property_readonly("num_keys", [](const MaskTables& t) { return t.rows().num_keys; })
-      .def_property_readonly("runs", &MaskTables::runs, "For the op knapformer::masked_attention (masked_attention.h).")
+      .def_property_readonly("runs", &MaskTables::runs, "For masked_attention (masked_attention.h).")
       .def(
           "blocks_on",
           [](MaskTables& t, const at::Device& device) {
@@ -140,6 +140,8 @@ void bind_step(py::module_& m) {
           },
           py::arg("device"),
           "For FlexAttention: by range the first keys and ends of queries, and lists of blocks (masked_attention.h).");
+  m.def("masked_attention", &masked_attention, py::call_guard<py::gil_scoped_release>(), py::arg("q"), py::arg("k"),
+        py::arg("v"), py::arg("runs"), "Of tensors on the CPU, by MaskTables.runs (masked_attention.h).");
   m.def("set_kernel_for", [](py::object choose) { kernel_for() = std::move(choose); }, py::arg("choose"));
   py::class_<Step> step(m, "Step", R"(A plan on this rank, with the tables and groups by which its tensors move.
 
@@ -147,10 +149,6 @@ What balancer.step returns, and balancer.current. Its methods are those of Seque
 force; a step that is held goes by itself, whatever is planned after it.)");
   const auto property = properties_of(step);
   property("plan", "The Plan of this micro-batch.", &Step::step_plan);
-  property("number", R"(By which messages name the step: ranks count, as they plan.
-
-A plan has one, an optimizer step's plan one for each micro-batch; no other step of the balancer has the same.)",
-           &Step::number);
   property("seq_lens", "int32 on the CPU: tokens of this rank's sequences.", &Step::seq_lens);
   property("chunk_lens", "int32 on the CPU: tokens of the chunks that this rank holds, in row order.",
            &Step::chunk_lens);

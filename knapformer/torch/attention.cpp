@@ -90,27 +90,6 @@ void SharedAttention::add_segment(ExchangeArguments& arguments, size_t level, si
   }
 }
 
-ExchangeArguments SharedAttention::exchange_of(std::initializer_list<Moved> queries, std::initializer_list<Moved> keys,
-                                               HeadCounts heads) const {
-  ExchangeArguments arguments{.heads = heads, .group = group, .call = "attention"};
-  arguments.segments.reserve(2 * tables.levels.size());
-  for (size_t level = 0; level < tables.levels.size(); ++level) {
-    if (!travels(level)) continue;
-    const size_t table = table_of(level);
-    add_segment(arguments, level, table, queries);
-    if (keys.size() == 0) continue;
-    if (tables.levels[level].cuts_queries()) {
-      add_segment(arguments, level, table + 1, keys);
-      continue;
-    }
-    for (const Moved& tensor : keys) {  // by the same table
-      arguments.segments.back().roles.push_back(tensor.role);
-      arguments.names.push_back(text(tensor.name, "/", tables.levels[level].degree));
-    }
-  }
-  return arguments;
-}
-
 ExchangeArguments SharedAttention::to_stage(size_t level, size_t stage, HeadCounts heads) const {
   ExchangeArguments arguments{.heads = heads, .group = group, .call = text("attention, stage ", stage + 1)};
   add_segment(arguments, level, table_of(level) + 1 + stage, {{"k", HeadRole::kKey}, {"v", HeadRole::kValue}});
@@ -118,12 +97,27 @@ ExchangeArguments SharedAttention::to_stage(size_t level, size_t stage, HeadCoun
 }
 
 ExchangeArguments SharedAttention::to_sequences(HeadCounts heads) const {
-  return exchange_of({{"q", HeadRole::kQuery}}, {{"k", HeadRole::kKey}, {"v", HeadRole::kValue}}, heads);
+  constexpr Moved kQ{"q", HeadRole::kQuery}, kK{"k", HeadRole::kKey}, kV{"v", HeadRole::kValue};
+  ExchangeArguments arguments{.heads = heads, .group = group, .call = "attention"};
+  for (size_t level = 0; level < tables.levels.size(); ++level) {
+    if (!travels(level)) continue;
+    const size_t table = table_of(level);
+    if (tables.levels[level].cuts_queries()) {
+      add_segment(arguments, level, table, {kQ});
+      add_segment(arguments, level, table + 1, {kK, kV});
+    } else {
+      add_segment(arguments, level, table, {kQ, kK, kV});
+    }
+  }
+  return arguments;
 }
 
 ExchangeArguments SharedAttention::to_rows(HeadCounts heads) const {
-  ExchangeArguments arguments = exchange_of({{"o", HeadRole::kQuery}}, {}, heads);
-  for (SegmentArguments& segment : arguments.segments) {
+  ExchangeArguments arguments{.heads = heads, .group = group, .call = "attention"};
+  for (size_t level = 0; level < tables.levels.size(); ++level) {
+    if (!travels(level)) continue;
+    add_segment(arguments, level, table_of(level), {{"o", HeadRole::kQuery}});
+    SegmentArguments& segment = arguments.segments.back();
     segment.table = segment.table.inverse();
     segment.sharing = segment.sharing.inverse();
   }

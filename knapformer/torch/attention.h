@@ -117,9 +117,6 @@ struct SharedAttention {
     const char* name;
     HeadRole role;
   };
-  /// Of each level that travels, `queries` by the table of queries and `keys` by that of keys, which may be the same.
-  ExchangeArguments exchange_of(std::initializer_list<Moved> queries, std::initializer_list<Moved> keys,
-                                HeadCounts heads) const;
   void add_segment(ExchangeArguments& arguments, size_t level, size_t table,
                    std::initializer_list<Moved> tensors) const;
   /// Of shared_tables, that of a level's queries; those of its stages follow.

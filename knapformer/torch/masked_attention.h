@@ -1,10 +1,9 @@
 // Attention over packed sequences by their masks: what kernels want of these, and the kernel for CPUs.
 //
 // On accelerators FlexAttention computes it (python/knapformer/masked.py), which skips blocks of 128 x 128 pairs
-// that no query sees. On CPUs queries with the same ranges of keys go to torch's attention in blocks: one call for the
-// keys that all queries of a block see, and where ranges move with the query one for the others, merged by their
-// log-sum-exps. So no pair that the mask leaves out is computed but near moving ends, and no call has all scores of a
-// long sequence.
+// that no query sees. On CPUs queries with the same ranges of keys go to torch's attention in one call; where ranges
+// move with the query, in blocks. So no pair that the mask leaves out is computed but near moving ends, and no call has
+// all scores of a long sequence.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -47,8 +46,7 @@ class MaskTables {
 };
 
 /// q (queries, heads, head_dim); k, v (keys, kv heads, ...), on the CPU, kv heads a divisor of heads. Returns (queries,
-/// heads, ...), 0 for queries that see no key. runs: as MaskTables has them. Differentiable. The op
-/// knapformer::masked_attention, which graphs of torch.compile hold.
+/// heads, ...), 0 for queries that see no key. runs: as MaskTables has them. Differentiable.
 at::Tensor masked_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& runs);
 
 }  // namespace knapformer

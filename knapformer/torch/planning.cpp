@@ -10,7 +10,6 @@
 #include <algorithm>
 #include <chrono>
 #include <functional>
-#include <iterator>
 #include <string>
 #include <utility>
 
@@ -129,9 +128,7 @@ const RankPlan::PackedTables& RankPlan::tables_on(const TablesDevice& on) {
   const auto copied = std::ranges::find(copies, stream, [](const auto& copy) { return copy.first; });
   if (copied != copies.end()) return copied->second;
   PackedTables& tables = copies.emplace_back(stream, of_device.on_host).second;
-  std::vector<PackedTable*> all = {&tables.tokens, &tables.sequences};
-  for (PackedTable& of_attention : tables.attention) all.push_back(&of_attention);
-  copy_index(all, on.device);
+  copy_index(tables.all, on.device);
   return tables;
 }
 
@@ -150,13 +147,8 @@ RankPlan::TablesOnDevice& RankPlan::pack(const TablesDevice& on) {
     if (level.degree > 1) tables.push_back(&level.queries);
     for (const AttentionLevel::Stage& stage : level.stages) tables.push_back(&stage.keys);
   }
-  std::vector<PackedTable> all = pack_tables(tables, on.engine, on.device, number);
-  const auto first_of_attention = all.begin() + 2;
-  return packed.emplace_back(TablesOnDevice{
-      .device = on.device,
-      .on_host = {.tokens = std::move(all[0]),
-                  .sequences = std::move(all[1]),
-                  .attention = {std::make_move_iterator(first_of_attention), std::make_move_iterator(all.end())}}});
+  return packed.emplace_back(
+      TablesOnDevice{.device = on.device, .on_host = {pack_tables(tables, on.engine, on.device, number)}});
 }
 
 GatheredLengths own_lengths(std::span<const int64_t> seq_lens, int64_t d_model, std::span<const Mask> masks,

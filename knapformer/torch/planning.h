@@ -81,8 +81,12 @@ struct RankPlan {
 
   /// The tables in the form in which the exchange takes them.
   struct PackedTables {
-    PackedTable tokens, sequences;       // of route
-    std::vector<PackedTable> attention;  // of each level of several ranks: its queries, and its keys if it has them
+    std::vector<PackedTable> all;
+
+    const PackedTable& tokens() const { return all[0]; }  // of route, as the next
+    const PackedTable& sequences() const { return all[1]; }
+    /// Of each level of several ranks: its queries, and its keys if it has them.
+    std::span<const PackedTable> attention() const { return std::span(all).subspan(2); }
   };
   /// For the present stream of the device. Packed at the first call, where they have not been packed ahead; then copied
   /// to an accelerator without a wait of the host.

@@ -107,7 +107,7 @@ SharedAttention Step::shared_attention(at::Device device) const {
   SharedAttention made{
       .tables = rank_plan_->attention, .attended = rank_plan_->attended, .shared_tables = {}, .group = {}};
   if (ranks_->bag()) {
-    made.shared_tables = tables_on(device).attention;
+    made.shared_tables = tables_on(device).attention();
     made.group = ranks_->bag();
   }
   return made;
@@ -138,8 +138,8 @@ Step::Routed Step::route(const at::Tensor& x, at::TensorList features, at::Tenso
     }
     const RankPlan::PackedTables& tables = tables_on(x.device());
     arguments.group = ranks_->all();
-    arguments.add(tables.tokens, 1 + features.size());
-    arguments.add(tables.sequences, sequence_features.size());
+    arguments.add(tables.tokens(), 1 + features.size());
+    arguments.add(tables.sequences(), sequence_features.size());
     const Tensors moved = run_exchange(tensors, std::move(arguments));
     const auto first_sequence_feature = moved.begin() + 1 + static_cast<std::ptrdiff_t>(features.size());
     return {.chunk_lens = s.chunk_lens,
@@ -157,7 +157,7 @@ Step::Returned Step::reverse_route(const at::Tensor& x) const {
     Returned returned{.seq_lens = s.seq_lens, .x = as_view(x)};
     if (!is_identity(s.route.tokens)) {
       ExchangeArguments arguments{.group = ranks_->all(), .call = "reverse_route", .names = {"x"}};
-      arguments.add(tables_on(x.device()).tokens.inverse(), 1);
+      arguments.add(tables_on(x.device()).tokens().inverse(), 1);
       returned.x = run_exchange({x}, std::move(arguments))[0];
     }
     return returned;

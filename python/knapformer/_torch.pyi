@@ -29,9 +29,10 @@ class MaskTables:
     ) -> None: ...
     def blocks_on(self, device: device) -> tuple[list[tuple[Tensor, Tensor]], list[Tensor]]: ...
 
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, runs: Tensor) -> Tensor: ...
+
 class Step:
     plan: Final[Plan]
-    number: Final[int]
     seq_lens: Final[Tensor]
     chunk_lens: Final[Tensor]
     def route(

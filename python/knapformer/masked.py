@@ -1,6 +1,6 @@
 """Attention by the mask of each packed sequence.
 
-On CPUs by the op knapformer::masked_attention (C++), on accelerators by FlexAttention with a block mask that is made
+On CPUs by calls of torch's attention (C++), on accelerators by FlexAttention with a block mask that is made
 from the same ranges of keys: once a step for all layers, on the thread that plans it. Another mask compiles nothing
 anew; one whose queries see another number of ranges of keys does, once.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from knapformer._torch import MaskTables
+from knapformer._torch import MaskTables, masked_attention
 
 BLOCK_SIZE = 128
 
@@ -65,8 +65,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layout: Tensor | BlockMask) -> Tenso
     """As MaskedAttention, for a `layout` of layout_on."""
     q, k, v = as_autocast(q, k, v)
     if isinstance(layout, Tensor):
-        out: Tensor = torch.ops.knapformer.masked_attention(q, k, v, layout)[0]
-        return out
+        return masked_attention(q, k, v, layout)
     if q.numel() == 0 or k.numel() == 0:
         return no_attention(q, k, v)
     by_head = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (q, k, v))

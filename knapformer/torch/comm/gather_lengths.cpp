@@ -77,11 +77,6 @@ LengthGatherer::LengthGatherer(std::shared_ptr<CommGroup> group) : group_(std::m
 
 LengthGatherer::Pending LengthGatherer::start(GatheredLengths own, int64_t d_model) {
   Pending pending{.said = std::move(own), .d_model = d_model};
-  launch(pending);
-  return pending;
-}
-
-void LengthGatherer::launch(Pending& pending) {
   const auto& [lengths, masks, work, sample_bytes, statuses, observed] = pending.said;
   const int64_t size = static_cast<int64_t>(kHeaderSize) + capacity_;
   const at::TensorOptions options = at::TensorOptions().dtype(at::kLong);
@@ -89,7 +84,7 @@ void LengthGatherer::launch(Pending& pending) {
   int64_t* out = host.mutable_data_ptr<int64_t>();
   std::fill(out, out + size, 0);
   out[kMagic] = kLengthsMagic;
-  out[kWidth] = pending.d_model;
+  out[kWidth] = d_model;
   out[kStatus] = static_cast<int64_t>(statuses.empty() ? DataStatus::kActive : statuses[0]);
   const ObservedStep step = observed.empty() ? ObservedStep() : observed[0];
   out[kFirstObserved] = step.first_plan;
@@ -113,6 +108,7 @@ void LengthGatherer::launch(Pending& pending) {
   pending.own = host.to(device_, /*non_blocking=*/true);
   pending.gathered = at::empty({size * group_->num_ranks()}, options.device(device_));
   pending.work = group_->start_all_gather(pending.gathered, pending.own);
+  return pending;
 }
 
 std::optional<GatheredLengths> LengthGatherer::wait(const Pending& pending, const std::stop_token& stop) const {
@@ -172,7 +168,7 @@ GatheredLengths LengthGatherer::finish(Pending pending) {
       max_needed = std::max(max_needed, num_payload(gathered.const_data_ptr<int64_t>() + rank * gathered.size(1)));
     }
     capacity_ = std::max(capacity_, static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(max_needed))));
-    launch(pending);
+    pending = start(std::move(pending.said), pending.d_model);
   }
 }
 

@@ -69,8 +69,6 @@ class LengthGatherer {
   GatheredLengths finish(Pending pending);
 
  private:
-  void launch(Pending& pending);
-
   std::shared_ptr<CommGroup> group_;
   at::Device device_ = at::kCPU;
   int64_t capacity_ = 64;  // numbers after the header; the same on all ranks, always

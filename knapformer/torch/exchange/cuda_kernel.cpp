@@ -86,17 +86,7 @@ void enter_primary_context(int device) {
 
 }  // namespace
 
-CompiledKernel compile_packing_kernel(int architecture, bool ptx) {
-  int count = 0;
-  nvrtc().call("nvrtcGetNumSupportedArchs", &count);
-  std::vector<int> known(static_cast<size_t>(count));
-  nvrtc().call("nvrtcGetSupportedArchs", known.data());
-  if (std::ranges::find(known, architecture) == known.end()) {
-    ptx = true;
-    std::erase_if(known, [&](int each) { return each > architecture; });
-    architecture = known.empty() ? 0 : std::ranges::max(known);
-  }
-
+CompiledKernel compile_packing_kernel(int architecture) {
   void* program = nullptr;
   const char* const* no_headers = nullptr;
   nvrtc().call("nvrtcCreateProgram", &program, &kPackingSource[0], "packing_kernel.h", 0, no_headers, no_headers);
@@ -107,7 +97,7 @@ CompiledKernel compile_packing_kernel(int architecture, bool ptx) {
     nvrtc().call("nvrtcGet" + what, program, bytes.data());
     return bytes;
   };
-  const std::string target = text("--gpu-architecture=", ptx ? "compute_" : "sm_", architecture);
+  const std::string target = text("--gpu-architecture=sm_", architecture);
   const std::array options{target.c_str(), "--std=c++20", "--ptxas-options=-v"};  // -v: the log lists registers
   std::string failed;
   try {
@@ -116,7 +106,7 @@ CompiledKernel compile_packing_kernel(int architecture, bool ptx) {
     failed = error.what();
   }
   const std::vector<char> log = get("ProgramLog");
-  CompiledKernel kernel{.image = failed.empty() ? get(ptx ? "PTX" : "CUBIN") : std::vector<char>(),
+  CompiledKernel kernel{.image = failed.empty() ? get("CUBIN") : std::vector<char>(),
                         .log = std::string(log.begin(), log.end())};
   nvrtc().call("nvrtcDestroyProgram", &program);
   if (!failed.empty()) throw StateError(text(failed, " for ", target, ": ", kernel.log));

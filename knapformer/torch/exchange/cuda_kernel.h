@@ -17,12 +17,12 @@ std::string path_beside_torch(std::string_view name);
 
 /// What NVRTC makes of the source.
 struct CompiledKernel {
-  std::vector<char> image;  // machine code; if NVRTC does not know the architecture, PTX for the newest older one
-  std::string log;          // with machine code: of each function the registers and the local memory that it takes
+  std::vector<char> image;  // machine code
+  std::string log;          // of each function the registers and the local memory that it takes
 };
 
-/// architecture: 90 for compute capability 9.0. `ptx`: PTX in place of machine code. Throws StateError.
-CompiledKernel compile_packing_kernel(int architecture, bool ptx = false);
+/// architecture: 90 for compute capability 9.0. Throws StateError, also for one that NVRTC does not know.
+CompiledKernel compile_packing_kernel(int architecture);
 
 /// One for each device of the process. Thread-safe.
 class CudaKernel {

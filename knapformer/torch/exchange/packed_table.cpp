@@ -55,12 +55,12 @@ std::vector<PackedTable> pack_tables(std::span<const ExchangeTable* const> table
   return packed;
 }
 
-void copy_index(std::span<PackedTable* const> tables, at::Device device) {
-  const at::Tensor& last = tables.back()->recv->index;
+void copy_index(std::span<PackedTable> tables, at::Device device) {
+  const at::Tensor& last = tables.back().recv->index;
   const at::Tensor all =
       last.as_strided({last.storage_offset() + last.numel()}, {1}, 0).to(device, /*non_blocking=*/true);
-  for (PackedTable* table : tables) {
-    for (auto* end : {&table->send, &table->recv}) {
+  for (PackedTable& table : tables) {
+    for (auto* end : {&table.send, &table.recv}) {
       PackedEnd on_device = **end;
       on_device.index = all.narrow(0, on_device.index.storage_offset(), on_device.index.numel());
       *end = std::make_shared<const PackedEnd>(std::move(on_device));

@@ -47,6 +47,6 @@ std::vector<PackedTable> pack_tables(std::span<const ExchangeTable* const> table
                                      at::Device device, int64_t step = 0);
 /// Puts the device's index tensors into the tables of one pack_tables: by one copy on the present stream, which does
 /// not block the host.
-void copy_index(std::span<PackedTable* const> tables, at::Device device);
+void copy_index(std::span<PackedTable> tables, at::Device device);
 
 }  // namespace knapformer
