@@ -84,12 +84,6 @@ void give_each(std::vector<PlanInput>& batches, py::handle lists, std::string_vi
     throw_argument(argument, text(num_lists, " lists"), text("one for each of the ", batches.size(), " batches"));
 }
 
-/// `fewest`: the number of micro-batches is chosen, too.
-void choose_topology(StepInput& input, const std::string& chosen, const std::string& solver, bool fewest) {
-  input.sequences.topology = Topology::parse(chosen == "auto" ? best_topology(input, solver, fewest) : chosen,
-                                             input.sequences.seq_lens.num_ranks());
-}
-
 StepPlan plan_of(py::handle seq_lens_per_rank, py::handle topology, py::handle cost, py::handle micro_batches,
                  py::handle max_tokens_per_rank, py::handle masks, py::handle work, py::handle solver) {
   StepInput step{.sequences = settings_from(cost, max_tokens_per_rank)};
@@ -107,7 +101,9 @@ StepPlan plan_of(py::handle seq_lens_per_rank, py::handle topology, py::handle c
   const std::string solver_name = solver_from(solver), chosen = text_from(topology, "topology");
   const Effort moves = effort_from(cost.attr("effort"));
   const py::gil_scoped_release release;
-  choose_topology(step, chosen, solver_name, /*fewest=*/is_auto);
+  step.sequences.topology =
+      Topology::parse(chosen == "auto" ? best_topology(step, solver_name, /*fewest=*/is_auto) : chosen,
+                      step.sequences.seq_lens.num_ranks());
   return is_auto ? plan_fewest_micro_batches(std::move(step), solver_name, moves)
                  : plan_step(std::move(step), solver_name, moves);
 }

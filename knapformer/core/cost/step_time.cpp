@@ -86,9 +86,8 @@ std::vector<RankLoad> loads_of(const Plan& plan) {
   return loads;
 }
 
-/// Adds `times` passes of a group to its block time, and sets how long each rank waits in a pass.
-void add_pass(std::span<RankTime> ranks, PassTime RankTime::*pass, double times, StepTerms& block) {
-  if (times == 0) return;
+/// Adds `times` passes of a group to its block time.
+void add_pass(std::span<const RankTime> ranks, PassTime RankTime::*pass, double times, StepTerms& block) {
   const PassTime* longest = &(ranks[0].*pass);
   double token_s = 0;
   const auto phase_s = [](const PassTime& t) { return t.attention_s() + t.exchange_s(); };
@@ -100,12 +99,6 @@ void add_pass(std::span<RankTime> ranks, PassTime RankTime::*pass, double times,
   block.token_s += times * token_s;
   block.attention_s += times * longest->attention_s();
   block.exchange_s += times * longest->exchange_s();
-  const double longest_s = phase_s(*longest);
-  for (RankTime& rank : ranks) {
-    PassTime& t = rank.*pass;
-    t.wait_before_s = token_s - t.token_s;
-    t.wait_after_s = longest_s - phase_s(t);
-  }
 }
 
 double row_bytes(int64_t d_model, const TrainedModel& model) {
@@ -315,7 +308,7 @@ StepTime predict_step(const Plan& plan, std::span<const RankCompute> measured) {
       add_pass(group, &RankTime::backward, passes.backwards, block);
       for (int32_t r = first; r < last; ++r)
         block.host_s = std::max(block.host_s, cluster.host_s_per_piece * loads[r].num_pieces);
-      for (RankTime& rank : group) rank.host_s = block.host_s;
+      for (RankTime& rank : group) rank.block_s = block.blocks_s();
       if (block.blocks_s() > slowest.blocks_s()) slowest = block;
     }
     const double route_s = route_s_of(std::span(loads).subspan(begin, num_ranks), token_bytes, cluster, passes.routes);
@@ -344,6 +337,7 @@ StepTime predict_step(const Plan& plan, std::span<const RankCompute> measured) {
 AccumulatedTime predict_accumulated(const StepPlan& plan) {
   AccumulatedTime out;
   const bool waits_once = plan.input().sync == StepSync::kStep;
+  const int32_t num_blocks = plan.input().sequences.model.num_blocks;
   std::vector<double> rank_s(static_cast<size_t>(plan.num_ranks()));  // when each rank is done
   double fsdp_s = 0;                                                  // after the last micro-batch
   for (const Plan& micro_batch : plan.plans()) {
@@ -354,14 +348,13 @@ AccumulatedTime predict_accumulated(const StepPlan& plan) {
       out.total_s += time.total_s();
       continue;
     }
-    const TrainedModel& model = micro_batch.input().model;
     std::vector<double> start_s(rank_s.size());  // of a group, at its first rank
     for (size_t r = 0; r < rank_s.size(); ++r) {
       double& latest_s = start_s[time.ranks[r].group.index()];
       latest_s = std::max(latest_s, rank_s[r]);
     }
     for (size_t r = 0; r < rank_s.size(); ++r)
-      rank_s[r] = start_s[time.ranks[r].group.index()] + model.num_blocks * time.ranks[r].block_s(model.passes());
+      rank_s[r] = start_s[time.ranks[r].group.index()] + num_blocks * time.ranks[r].block_s;
     out.total_s += time.route_s + time.fixed_s;
     fsdp_s = time.fsdp_s;
   }

@@ -79,33 +79,25 @@ struct BlockRates {
 /// Seconds in which a block's exchanges, in all passes, send `columns`, in widths of the model; by link.
 Traffic exchange_s(const PlanInput& input, const Traffic& columns);
 
-/// One pass over one block on one rank, in seconds. Fields are in the order of time; in a backward pass, in reverse
-/// order.
+/// One pass over one block on one rank, in seconds, without waits. Fields are in the order of time; in a backward pass,
+/// in reverse order.
 struct PassTime {
-  double token_s = 0;        // per-token layers
-  double wait_before_s = 0;  // for the group's longest per-token phase
-  double pre_attn_s = 0;     // all of it
-  double hidden_s = 0;       // of pre_attn_s, behind whole_attention_s; of keys that come in stages, behind attention
+  double token_s = 0;     // per-token layers
+  double pre_attn_s = 0;  // all of it
+  double hidden_s = 0;    // of pre_attn_s, behind whole_attention_s; of keys that come in stages, behind attention
   double whole_attention_s = 0;
   double shared_attention_s = 0;
   double post_attn_s = 0;
-  double wait_after_s = 0;  // for the group's longest attention phase
 
   double attention_s() const { return whole_attention_s + shared_attention_s; }
   double exchange_s() const { return pre_attn_s + post_attn_s - hidden_s; }  // not hidden
-  double total_s() const { return token_s + wait_before_s + attention_s() + exchange_s() + wait_after_s; }
 };
 
 struct RankTime {
-  Rank group;         // the first rank of the connected group
-  PassTime forward;   // the same in the recomputation
-  PassTime backward;  // zeros if there is none
-  double host_s = 0;  // of a block: the longest in the group
-
-  /// A block, all passes, with its waits: equal for all ranks of a group.
-  double block_s(const Passes& passes) const {
-    return passes.forwards * forward.total_s() + passes.backwards * backward.total_s() + host_s;
-  }
+  Rank group;          // the first rank of the connected group
+  PassTime forward;    // the same in the recomputation
+  PassTime backward;   // zeros if there is none
+  double block_s = 0;  // of a block in the group, all passes
 };
 
 /// The times of one replica: blocks, route and FSDP.

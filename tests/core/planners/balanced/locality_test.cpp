@@ -27,10 +27,10 @@ Plan plan_of(const PlanInput& in, const std::vector<Placement>& placements) {
   return Plan(in, "any", placements, uneven_chunk_lens(in, placements));
 }
 
-/// Over the ranks, of a forward pass of a block.
+/// Over the ranks, of a block.
 double sum_of_group_times(const Plan& plan) {
   double sum = 0;
-  for (const RankTime& rank : predict_step(plan).ranks) sum += rank.forward.total_s();
+  for (const RankTime& rank : predict_step(plan).ranks) sum += rank.block_s;
   return sum;
 }
 
