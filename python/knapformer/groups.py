@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -98,42 +98,36 @@ def _subgroup(parent: dist.ProcessGroup, ranks: Sequence[int], what: str, backen
     return group
 
 
-class _Launcher(NamedTuple):
-    """The environment variables by which a launcher says how its ranks lie on nodes."""
-
-    num_ranks: str
-    per_node: str
-    local_rank: str | None = None  # of launchers that may number ranks across nodes in turn
-
-
+# The environment variables by which launchers say how many ranks there are, how many on this node, and, where they may
+# number ranks across nodes in turn, which of these this one is.
 _LAUNCHERS = (
-    _Launcher("WORLD_SIZE", "LOCAL_WORLD_SIZE"),  # torchrun
-    _Launcher("WORLD_SIZE", "LOCAL_SIZE"),  # DeepSpeed
-    _Launcher("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),  # Open MPI
-    _Launcher("PMI_SIZE", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"),  # Intel MPI, MPICH
-    _Launcher("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_RANK"),  # MVAPICH
-    _Launcher("SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_LOCALID"),  # srun: "8", "8(x2)", "8(x2),4"
+    ("WORLD_SIZE", "LOCAL_WORLD_SIZE", ""),  # torchrun
+    ("WORLD_SIZE", "LOCAL_SIZE", ""),  # DeepSpeed
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),  # Open MPI
+    ("PMI_SIZE", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"),  # Intel MPI, MPICH
+    ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_RANK"),  # MVAPICH
+    ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_LOCALID"),  # srun: "8", "8(x2)", "8(x2),4"
 )
 
 
 def _ranks_per_node(rank: int, num_ranks: int) -> int | None:
     """As the launcher of this rank of `num_ranks` says; None where none says it of so many ranks."""
     of = os.environ
-    for launcher in _LAUNCHERS:
-        if launcher.per_node not in of or of.get(launcher.num_ranks, str(num_ranks)) != str(num_ranks):
+    for ranks, ranks_on_node, number_on_node in _LAUNCHERS:
+        if ranks_on_node not in of or of.get(ranks, str(num_ranks)) != str(num_ranks):
             continue
-        of_nodes = of[launcher.per_node]
+        of_nodes = of[ranks_on_node]
         if "," in of_nodes:
             raise ArgumentError(
-                f"topology: got none, for nodes with {of_nodes} ranks ({launcher.per_node}), expected equally many on "
-                "each node, or a topology"
+                f"topology: got none, for nodes with {of_nodes} ranks ({ranks_on_node}), expected equally many on each "
+                "node, or a topology"
             )
         per_node = int(of_nodes.split("(")[0])
-        local_rank = int(of.get(launcher.local_rank or "", rank % per_node))
+        local_rank = int(of.get(number_on_node, rank % per_node))
         if local_rank != rank % per_node:
             raise ArgumentError(
-                f"topology: got none, for rank {rank}, which is number {local_rank} on its node "
-                f"({launcher.local_rank}), expected {per_node} ranks one after another on each node, or a topology"
+                f"topology: got none, for rank {rank}, which is number {local_rank} on its node ({number_on_node}), "
+                f"expected {per_node} ranks one after another on each node, or a topology"
             )
         return per_node
     return None

@@ -280,12 +280,12 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     def plan(self, step: int, micro_batch: int) -> Plan:
         """The plan of a micro-batch of this pass, the same on all ranks: for SequenceBalancer.follow."""
-        return self.step_plan(step).plans[self._checked_micro_batch(micro_batch)]
+        return self.step_plan(step).plans[integer("micro_batch", micro_batch, 0, self._micro_batches - 1)]
 
     def chunks(self, step: int, micro_batch: int) -> list[tuple[int, int, int]]:
         """What this rank computes in a micro-batch of this pass: (index, begin, end) of each entry of its list, in
         order. The rank computes the tokens [begin, end) of that sample, all of them where it is not shared."""
-        return self._chunks(self._pass, self._asked(step), self._checked_micro_batch(micro_batch))
+        return self._chunks(self._pass, self._asked(step), micro_batch)
 
     def _chunks(self, of: _Pass, step: int, micro_batch: int) -> list[tuple[int, int, int]]:
         samples, planned = self._planned_step(of, step)
@@ -360,9 +360,6 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self._next_pass = _Pass(epoch, first, is_told=True)
         if not self._pass.is_running:
             self._pass = self._next_pass
-
-    def _checked_micro_batch(self, micro_batch: int) -> int:
-        return integer("micro_batch", micro_batch, 0, self._micro_batches - 1)
 
     def _asked(self, step: int) -> int:
         """The step of this pass that the caller asks about: it has come so far, unless the step is not yet yielded."""

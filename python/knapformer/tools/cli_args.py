@@ -284,7 +284,7 @@ def planning(
         cluster = cluster.replace(fixed_s=0.0)
     trained = ("mode", "recomputes")
     model = model.replace(**{name: options[name] for name in trained if options.get(name) is not None})
-    return Planning(**(fields | {"cluster": cluster, "model": model, "num_heads": 0} | given))
+    return Planning(**(fields | {"cluster": cluster, "model": model} | given))
 
 
 def assumed(args: argparse.Namespace, of: Planning, limit: str | None = None) -> str:

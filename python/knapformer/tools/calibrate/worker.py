@@ -27,11 +27,10 @@ from knapformer.tools.files import Progress, show, table_of, write_json
 from knapformer.tools.measure.blocks import (
     BlockKind,
     BlockTimes,
-    KindOfWork,
     build_kinds,
     packed_lengths,
     sharded_model,
-    time_works,
+    time_blocks,
 )
 from knapformer.tools.measure.environment import default_dtype, device_name, environment
 from knapformer.tools.measure.timing import Work, measured_rounds
@@ -52,11 +51,16 @@ def calibrate(args: argparse.Namespace, config: ModelConfig, lengths: Sequence[i
     mask = args.mask or config.mask
     mode, num_ranks = args.mode or "training", dist.get_world_size() if dist.is_initialized() else 1
     first = num_ranks == 1 or dist.get_rank() == 0
-    works = _works(config, device, DTYPES[dtype], mode, mask, args.recomputes)
-    with Progress((args.repeats + args.warmup) * len(works) * len(lengths), enabled=first) as progress:
+    kinds = build_kinds(config, device, DTYPES[dtype], mode)
+
+    def work(kind: BlockKind, seq_lens: list[int]) -> Work:
+        step = PackedStep(seq_lens, config.d_model, mask=mask)
+        return kind.work(step, list(map(config.text_tokens, seq_lens)), args.recomputes)
+
+    with Progress((args.repeats + args.warmup) * len(kinds) * len(lengths), enabled=first) as progress:
         progress.describe("measuring blocks")
         rounds = (args.repeats, args.warmup)
-        times = time_works(works, lengths, device, *rounds, progress.advance)
+        times = time_blocks(kinds, work, lengths, device, *rounds, progress.advance)
         exchanges: dict[str, ExchangeTimes] = {}
         steps: StepTimes | None = None
         if dist.is_initialized():
@@ -99,16 +103,6 @@ def calibrate(args: argparse.Namespace, config: ModelConfig, lengths: Sequence[i
     ranks = f"{num_ranks} ranks" if num_ranks > 1 else "1 rank"
     head = f"{args.model} in {dtype} on {device_name(device)}, {ranks}"
     show(head, _table(calibration, times), *_sentences(calibration))
-
-
-def _works(
-    config: ModelConfig, device: torch.device, dtype: torch.dtype, mode: str, mask: str, recomputes: bool
-) -> list[KindOfWork]:
-    def work(kind: BlockKind, seq_lens: list[int]) -> Work:
-        step = PackedStep(seq_lens, config.d_model, mask=mask)
-        return kind.work(step, list(map(config.text_tokens, seq_lens)), recomputes)
-
-    return [(kind.name, kind.count, partial(work, kind)) for kind in build_kinds(config, device, dtype, mode)]
 
 
 def _time_exchanges(device: torch.device) -> dict[str, ExchangeTimes]:
@@ -269,7 +263,7 @@ def time_steps(
     config: ModelConfig, lengths: Sequence[int], device: torch.device, dtype: torch.dtype, checkpointing: bool,
     mode: str, num_rounds: int, num_warmup_rounds: int = 1,
 ) -> StepTimes:  # fmt: skip
-    """Steps over about these lengths, short ones packed as `time_works` packs them. Collective over the world."""
+    """Steps over about these lengths, short ones packed as `time_blocks` packs them. Collective over the world."""
     model = sharded_model(config, device, dtype, checkpointing, mode)
 
     def sample(length: int) -> Sample:

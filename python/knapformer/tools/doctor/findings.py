@@ -84,12 +84,6 @@ class Findings:
         return left / sum(count * length**2 for length, count in counts.items())
 
     @cached_property
-    def rows(self) -> list[dict[str, str]]:
-        """Of the table of alternatives."""
-        names = (result.alternative.name for result in self.results)
-        return [{"alternative": name, **_cells(of)} for name, of in zip(names, self.figures, strict=True)]
-
-    @cached_property
     def topologies(self) -> list[dict[str, Any]]:
         """Best first. Of those that cannot be planned the figures are None."""
         return [self._topology(option) for option in self.ranking]
@@ -137,6 +131,8 @@ class Findings:
     def print(self) -> None:
         source, draw, verdict, lens = self.source, self.draw, self.verdict, self.source.pool
         hours = f"of the {source.num_samples:,} samples" if source.num_samples else "of a million samples"
+        names = (result.alternative.name for result in self.results)
+        rows = ({"alternative": name, **_cells(of)} for name, of in zip(names, self.figures, strict=True))
         parts: list[Any] = [self.verdict_text]
         if verdict.is_worth_it:
             parts.append(f"What to change: {self._what_to_change()}")
@@ -144,7 +140,7 @@ class Findings:
         parts += [
             f"Samples: {source.description}, median {statistics.median(lens):,.0f} tokens, longest {max(lens):,}.",
             "",
-            table_of(self.rows, left="alternative"),
+            table_of(rows, left="alternative"),
             f"speed: times {verdict.now.alternative.name}, on equal work, with the standard error over draws.\n"
             f"hours: of one accelerator, {hours}.\n"
             "wait: of computing time, for the slowest rank or on padding.\n"

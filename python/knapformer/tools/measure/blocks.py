@@ -144,28 +144,26 @@ class BlockTimes:
         return [max(relative_spread(times) for times in column) for column in zip(*self.seconds, strict=True)]
 
 
-KindOfWork = tuple[str, int, Callable[[list[int]], Work]]
-
-
-def time_works(
-    kinds: Sequence[KindOfWork],
+def time_blocks(
+    kinds: Sequence[BlockKind],
+    work: Callable[[BlockKind, list[int]], Work],
     lengths: Sequence[int],
     device: torch.device,
     num_rounds: int,
     num_warmup_rounds: int = 1,
     on_done: Callable[[], None] = lambda: None,
 ) -> BlockTimes:
-    """kinds: name, how many blocks of it the model has, and what prepares its passes over packed sequences.
+    """work: prepares the passes of a kind's block over packed sequences.
 
     on_done is called after each of kinds x lengths x rounds measurements.
     """
     packed = packed_lengths(lengths, device)
     counts = [len(seq_lens) for seq_lens in packed]
-    prepare = [partial(work, seq_lens) for _, _, work in kinds for seq_lens in packed]
+    prepare = [partial(work, kind, seq_lens) for kind in kinds for seq_lens in packed]
     rounds = measured_rounds(prepare, device, num_rounds, num_warmup_rounds, on_done)
     per_sequence = [[s / counts[i % len(counts)] for s in times] for i, times in enumerate(rounds)]
     return BlockTimes(
-        [(name, count) for name, count, _ in kinds],
+        [(kind.name, kind.count) for kind in kinds],
         list(lengths),
         [per_sequence[i : i + len(counts)] for i in range(0, len(per_sequence), len(counts))],
     )
