@@ -1,6 +1,7 @@
 #include "knapformer/core/cost/bounds.h"
 
 #include <algorithm>
+#include <functional>
 #include <utility>
 #include <vector>
 
@@ -58,17 +59,22 @@ std::vector<Offer> offers_of(const PlanInput& input, const Topology& topology, i
   return offers;
 }
 
-/// The bound with the exchange on one link alone.
+/// The least time of a step whose longest micro-batch takes `longest_s` at least, and all of them `sum_s` at least.
+using LeastTime = std::function<double(double longest_s, double sum_s)>;
+
+/// The bound with the exchange on one link alone, of `num_micro_batches`.
 double link_lower_bound_s(const PlanInput& input, const Topology& topology, int32_t replica,
-                          std::span<const Offer> offers, Link link) {
+                          std::span<const Offer> offers, Link link, int32_t num_micro_batches,
+                          const LeastTime& least_s) {
   const int32_t num_ranks = topology.num_ranks_per_replica();
   const auto [first, last] = input.sequences_of(replica);
   // The exchange is not faster on a faster rank. The sum below weights rank time by speed, so it counts the exchange
   // times the speed of the rank that spends it, which is at least the lowest speed.
   const auto [total_speed, min_speed] = input.group_speed(Rank(replica * num_ranks), num_ranks);
 
-  // A sequence may take an offer where (work + exchange, in seconds of a rank of speed 1) <= T * the offer's speed.
-  // As T falls, the sequence goes from one offer to a dearer one, at thresholds that follow from the sequence alone.
+  // A sequence may take an offer where (work + exchange, in seconds of a rank of speed 1) <= T * the offer's speed, for
+  // the T of the longest micro-batch. As T falls, the sequence goes from one offer to a dearer one, at thresholds that
+  // follow from the sequence alone.
   const BlockRates rates(input);
   const auto cost_s = [&, min_speed = min_speed](SequenceId id, const Offer& offer) {
     return rates.work_s(input, id) +
@@ -76,20 +82,20 @@ double link_lower_bound_s(const PlanInput& input, const Topology& topology, int3
   };
   const auto exchange_s = [link](const Offer& offer) { return offer.exchange_s_per_token.*link; };
   const Offer& cheapest = *std::ranges::min_element(offers, {}, exchange_s);
-  double cheapest_s = 0;  // the sum over sequences, each with its cheapest offer
-  double longest_s = 0;   // below this T some sequence fits nowhere
+  double total_s = 0;    // the sum over sequences, each with its cheapest offer
+  double longest_s = 0;  // below this T some sequence fits nowhere
   for (int32_t s = first.value; s < last.value; ++s) {
     const SequenceId id(s);
     const double cost = cost_s(id, cheapest);
-    cheapest_s += cost;
+    total_s += cost;
     double fits_from = cost / cheapest.speed;
     if (fits_from <= longest_s) continue;
     for (const Offer& offer : offers) fits_from = std::min(fits_from, cost_s(id, offer) / offer.speed);
     longest_s = std::max(longest_s, fits_from);
   }
-  double bound_s = std::max(longest_s, cheapest_s / total_speed);
+  longest_s = std::max(longest_s, total_s / total_speed / num_micro_batches);
 
-  // Only steps with a threshold above the bound so far can raise it. Few sequences have such steps.
+  // Only steps with a threshold above the least T can raise the bound. Few sequences have such steps.
   struct Step {
     double threshold_s;  // below this T the sequence costs `added_s` more
     double added_s;
@@ -98,28 +104,27 @@ double link_lower_bound_s(const PlanInput& input, const Topology& topology, int3
   std::vector<std::pair<double, double>> options;  // threshold, cost
   for (int32_t s = first.value; s < last.value; ++s) {
     const SequenceId id(s);
-    if (cost_s(id, cheapest) <= bound_s * cheapest.speed) continue;
+    if (cost_s(id, cheapest) <= longest_s * cheapest.speed) continue;
     options.clear();
     for (const Offer& offer : offers) options.emplace_back(cost_s(id, offer) / offer.speed, cost_s(id, offer));
     std::sort(options.begin(), options.end());
     double cost = options[0].second;
     for (size_t k = 1; k < options.size(); ++k) {
       if (options[k].second >= cost) continue;
-      if (options[k].first > bound_s)
+      if (options[k].first > longest_s)
         steps.push_back({.threshold_s = options[k].first, .added_s = cost - options[k].second});
       cost = options[k].second;
     }
   }
-  // The smallest T with cost(T) <= T * total_speed; the cost only falls as T grows.
+  // The least time over all T. Between two thresholds the sum is the same, and the lowest T is best.
   std::sort(steps.begin(), steps.end(), [](const Step& a, const Step& b) { return a.threshold_s > b.threshold_s; });
-  double total_s = cheapest_s;
+  double bound_s = kInfinity;
   for (const Step& step : steps) {
-    if (bound_s >= step.threshold_s) break;
-    // Below this threshold the cost is higher: either T reaches the threshold, or it is at least what that cost gives.
+    bound_s = std::min(bound_s, least_s(step.threshold_s, total_s / total_speed));
+    if (least_s(longest_s, total_s / total_speed) >= bound_s) return bound_s;
     total_s += step.added_s;
-    bound_s = std::max(bound_s, std::min(step.threshold_s, total_s / total_speed));
   }
-  return bound_s;
+  return std::min(bound_s, least_s(longest_s, total_s / total_speed));
 }
 
 /// Whether some rank may have attention that hides an exchange.
@@ -128,16 +133,26 @@ bool may_hide(const Cluster& cluster, const Topology& topology) {
          std::ranges::any_of(topology.shapes(), [](const BagShape& shape) { return shape.degrees.front() == 1; });
 }
 
+/// Of a replica. `topology`: over the same ranks as the input's.
+double bound_of(const PlanInput& input, const Topology& topology, int32_t replica, int32_t num_micro_batches,
+                const LeastTime& least_s) {
+  const auto [first, last] = input.sequences_of(replica);
+  if (first == last) return least_s(0, 0);
+  const std::vector<Offer> offers = offers_of(input, topology, replica, may_hide(input.cluster, topology));
+  const auto bound_on = [&](Link link) {
+    return link_lower_bound_s(input, topology, replica, offers, link, num_micro_batches, least_s);
+  };
+  const double inside_s = bound_on(&Traffic::inside);
+  const bool has_network =
+      std::ranges::any_of(offers, [](const Offer& offer) { return offer.exchange_s_per_token.between > 0; });
+  return has_network ? std::max(inside_s, bound_on(&Traffic::between)) : inside_s;
+}
+
 }  // namespace
 
 double replica_lower_bound_s(const PlanInput& input, const Topology& topology, int32_t replica) {
-  const auto [first, last] = input.sequences_of(replica);
-  if (first == last) return 0;
-  const std::vector<Offer> offers = offers_of(input, topology, replica, may_hide(input.cluster, topology));
-  double bound_s = link_lower_bound_s(input, topology, replica, offers, &Traffic::inside);
-  if (std::ranges::any_of(offers, [](const Offer& offer) { return offer.exchange_s_per_token.between > 0; }))
-    bound_s = std::max(bound_s, link_lower_bound_s(input, topology, replica, offers, &Traffic::between));
-  return bound_s;
+  return bound_of(input, topology, replica, 1,
+                  [](double longest_s, double sum_s) { return std::max(longest_s, sum_s); });
 }
 
 double blocks_lower_bound_s(const StepInput& input) {
@@ -149,9 +164,18 @@ double blocks_lower_bound_s(const StepInput& input) {
 }
 
 double lower_bound_s(const StepInput& input) {
-  const double blocks_s = blocks_lower_bound_s(input);
-  const std::vector<double> even(static_cast<size_t>(input.num_micro_batches), blocks_s / input.num_micro_batches);
-  return accumulated_s(input, even) + input.num_micro_batches * input.sequences.cluster.fixed_s;
+  const PlanInput& step = input.sequences;
+  const auto time_s = [&](double block_s) { return replica_step_s(step, block_s, 0); };
+  const int32_t num_waits = input.sync == StepSync::kStep ? 1 : input.num_micro_batches, num_others = num_waits - 1;
+  const LeastTime least_s = [&](double longest_s, double sum_s) {
+    const double first_s = std::max(longest_s, sum_s / num_waits);
+    if (num_others == 0) return time_s(first_s);
+    return time_s(first_s) + num_others * time_s(std::max(0.0, sum_s - first_s) / num_others);
+  };
+  double step_s = 0;
+  for (int32_t replica = 0; replica < step.topology.num_replicas(); ++replica)
+    step_s = std::max(step_s, bound_of(step, step.topology, replica, num_waits, least_s));
+  return step_s + input.num_micro_batches * step.cluster.fixed_s;
 }
 
 PlanPrediction prediction_of(const StepPlan& plan) {

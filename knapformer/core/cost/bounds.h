@@ -9,12 +9,11 @@
 // Only the part of the exchange that no plan can hide counts, on one link for all sequences: the one with the higher
 // bound.
 //
-// Several micro-batches. Let a step's blocks take T in all: the sum over micro-batches of the slowest rank's block
-// time, or, where ranks wait once, the slowest rank's sum. A rank spends at most T in all micro-batches together. Each
-// of the g ranks that share a sequence spends at most its micro-batch's time on it, so also at most T. All that follows
-// from these two facts for one micro-batch therefore holds for the step with all its sequences. The FSDP time that is
-// not hidden is convex in a micro-batch's block time, so its sum over micro-batches is lowest where all take equally
-// long.
+// Several micro-batches. Let the longest take L, the slowest rank's block time, and all of them T in all. A sequence
+// has to fit into L, and a rank spends at most T in all micro-batches together. So L decides the degrees, and these T.
+// What a step takes is convex in its micro-batches' block times, as the FSDP time that is not hidden is: it is lowest
+// where those beside the longest take equally long. The bound is the lowest over all L. Where ranks wait once, L and T
+// are the slowest rank's sum.
 #pragma once
 
 #include <algorithm>

@@ -4,6 +4,7 @@
 
 #include "knapformer/core/cost/step_time.h"
 #include "knapformer/core/planners/planner.h"
+#include "knapformer/core/planners/whole_step/micro_batches.h"
 #include "tests/core/cases.h"
 
 namespace knapformer {
@@ -39,6 +40,17 @@ TEST(LowerBound, NoStepBeatsIt) {
       EXPECT_LE(bound_s, predict_accumulated(plan).total_s * (1 + 1e-9));
     }
   }
+}
+
+TEST(LowerBound, ASequenceThatExceedsAMicroBatchLeavesTheOthersToWhatFsdpGathers) {
+  // Whole sequences alone: the long one takes a micro-batch, and nothing in the others hides what FSDP gathers.
+  StepInput input{.sequences = lengths_in({{60'000}, {100}}, "g1n2", 1024), .num_micro_batches = 3};
+  input.sequences.model.routed = false;
+  const PlanInput& step = input.sequences;
+  const double long_s = BlockRates(step).work_s(step, SequenceId(0));
+  const double expected_s = replica_step_s(step, long_s, 0) + 2 * replica_step_s(step, 0, 0) + 3 * step.cluster.fixed_s;
+  EXPECT_DOUBLE_EQ(lower_bound_s(input), expected_s);
+  EXPECT_DOUBLE_EQ(predict_accumulated(plan_step(input, "balanced")).total_s, expected_s);
 }
 
 }  // namespace

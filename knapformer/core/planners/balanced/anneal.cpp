@@ -21,7 +21,8 @@ struct DegreeRange {
 
 class Search {
  public:
-  Search(PlacementTrees& trees, std::vector<int32_t>& node_of_item, const SearchOptions& options)
+  /// shares_least: whether items stay in the smallest groups that they fit into.
+  Search(PlacementTrees& trees, std::vector<int32_t>& node_of_item, const SearchOptions& options, bool shares_least)
       : trees_(trees),
         node_(node_of_item),
         options_(options),
@@ -32,7 +33,7 @@ class Search {
     items_of_bag_.resize(static_cast<size_t>(trees.num_bags()));
     position_.resize(items.size());
     for (size_t i = 0; i < items.size(); ++i) insert(static_cast<int32_t>(i), bag_of(static_cast<int32_t>(i)));
-    find_ranges();
+    find_ranges(shares_least);
   }
 
   void run() {
@@ -82,7 +83,7 @@ class Search {
 
   /// From the smallest degree with which the item fits into the present time, up to the first degree that makes its
   /// share small: sharing beyond that only costs. A limit of tokens may need any larger degree.
-  void find_ranges() {
+  void find_ranges(bool shares_least) {
     constexpr double kSmallShare = 0.1;
     const auto items = trees_.items();
     const auto degrees = trees_.degrees();
@@ -100,7 +101,7 @@ class Search {
       while (first + 1 < degrees.size() && trees_.cost(items[i], fastest[first]) > limit) ++first;
       size_t last = first;
       while (last + 1 < degrees.size() && (is_limited || trees_.cost(items[i], fastest[last]) > kSmallShare)) ++last;
-      if (options_.shares_least) last = first;
+      if (shares_least && !is_limited) last = first;
       ranges_[i] = {.first = static_cast<int32_t>(first), .last = static_cast<int32_t>(last)};
     }
   }
@@ -309,18 +310,24 @@ bool place_few(PlacementTrees& trees, std::span<const int32_t> groups, std::vect
 }
 
 void improve(PlacementTrees& trees, std::vector<int32_t>& node_of_item, const SearchOptions& options) {
-  constexpr double kRangeOverGain = 2, kMinGain = 1e-3;
+  constexpr double kRangeOverGain = 3, kMinGain = 5e-4;
   trees.load(node_of_item);
-  const double time = trees.slowest();
-  if (node_of_item.empty() || options.num_moves == 0 || time <= options.good_enough) return;
-  // The floor is as far below the bound that what remains to be gained is this part of the range.
-  trees.set_reference(time - kRangeOverGain * std::max(time - options.bound, kMinGain), time);
-  Search(trees, node_of_item, options).run();
+  SearchOptions of_round = options;
+  for (const bool shares_least : {true, false}) {
+    if (shares_least && !options.shares_least_first) continue;
+    const double time = trees.slowest();
+    if (node_of_item.empty() || options.num_moves == 0 || time <= options.good_enough) return;
+    // The floor is as far below the bound that what remains to be gained is this part of the range.
+    trees.set_reference(time - kRangeOverGain * std::max(time - options.bound, kMinGain), time);
+    Search(trees, node_of_item, of_round, shares_least).run();
+    of_round.key += uint64_t{1} << 32;
+    of_round.first_temperature = SearchOptions().first_temperature;
+  }
 }
 
 int64_t num_moves(const PlacementTrees& trees, int64_t effort) {
   // In a small instance a move is worth more, and there is time for more of them.
-  constexpr int64_t kMin = 2000, kMax = 125'000, kPerItem = 150;
+  constexpr int64_t kMin = 2000, kMax = 125'000, kPerItem = 140;
   // Where construction does not keep the limit of tokens, low effort searches as well.
   if (effort >= 0) return trees.keeps_limit() ? effort : std::max(effort, kMin);
   const int64_t moves = std::clamp(kPerItem * std::ssize(trees.items()), kMin, kMax);

@@ -31,9 +31,9 @@ struct SearchOptions {
   double bound = 0;
   /// Stops when the slowest group takes no longer than this: what is left to gain does not matter.
   double good_enough = 0;
-  /// Whether items stay in the smallest groups that they fit into.
-  bool shares_least = false;
-  /// In units of energy, at the first and the last step.
+  /// Whether a round comes first in which every item stays in the smallest groups that it fits into.
+  bool shares_least_first = true;
+  /// In units of energy, at the first and the last step; a second round starts from the default.
   double first_temperature = 1;
   double last_temperature = 0.0005;
 };

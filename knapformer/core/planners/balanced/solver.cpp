@@ -82,11 +82,11 @@ class ReplicaSolver {
       best = std::move(nodes);
     };
     const auto is_good = [&] { return best_time <= bound_ * Effort::kGoodStart; };
-    constexpr double kNear = 1.005, kFar = 1.05;  // of the bound
-    const SearchOptions options{.num_moves = num_moves(trees_, effort_),
-                                .key = random_key(input_, replica_),
-                                .bound = bound_,
-                                .good_enough = bound_ * Effort::kGoodEnough};
+    constexpr double kNear = 1.01, kFar = 1.05;  // of the bound
+    SearchOptions options{.num_moves = num_moves(trees_, effort_),
+                          .key = random_key(input_, replica_),
+                          .bound = bound_,
+                          .good_enough = bound_ * Effort::kGoodEnough};
     // Of bags of several sizes it is done for each: too long for a step of thousands of replicas, planned at low
     // effort.
     const bool tries_few = input_.topology.is_flat() || effort_ != Effort::kLow;
@@ -104,11 +104,7 @@ class ReplicaSolver {
     if (!is_good()) consider(construction.place_under_targets(Construction::FitBy::kTime, bound_, num_targets));
     if (best_time > kFar * bound_)
       consider(construction.place_under_targets(Construction::FitBy::kEvenTime, bound_, num_targets));
-    if (best_time <= kNear * bound_) {
-      SearchOptions least = options;
-      least.shares_least = true;
-      improve(trees_, best, least);
-    }
+    options.shares_least_first = best_time <= kNear * bound_;
     improve(trees_, best, options);
     if (std::isfinite(trees_.node(0).token_capacity) && trees_.slowest() > options.good_enough) {
       // Tokens are most even where every sequence is shared by as many ranks as possible; it takes a hot start from
@@ -117,9 +113,9 @@ class ReplicaSolver {
       std::vector<int32_t> spread;
       construction.place_all(0, Construction::FitBy::kTime, spread);
       SearchOptions hot = options;
+      hot.shares_least_first = true;  // and a second round that is not hot
       hot.first_temperature = 32;
       improve(trees_, spread, hot);
-      improve(trees_, spread, options);
       if (trees_.slowest() < best_time) return spread;
       trees_.load(best);
     }
@@ -133,54 +129,47 @@ class ReplicaSolver {
   double bound_ = 1;  // of the time, in the trees' unit
 };
 
-/// Places a replica in bags of several nodes. A search over their groups finds worse plans, in more time, than one over
-/// groups inside nodes: so it is made where those cannot take the sequences, and starts from their plan.
-void place_wide(const PlanInput& input, const PlanInput& inside, int32_t replica, Effort effort,
-                std::vector<Placement>& placements) {
-  constexpr double kOfUse = 1 + 1e-3;
-  const bool keeps_limit = ReplicaSolver(inside, replica, effort).place(placements, /*has_start=*/false);
-  const auto [first, last] = input.sequences_of(replica);
-  for (SequenceId id = first; id < last; ++id.value) {
-    Placement& place = placements[id.index()];
-    place.bag = input.topology.bag_of(place.first_rank);
-  }
-  const double inside_s = replica_lower_bound_s(input, inside.topology, replica);
-  if (!keeps_limit || inside_s > kOfUse * replica_lower_bound_s(input, input.topology, replica))
-    ReplicaSolver(input, replica, effort).place(placements, /*has_start=*/true);
+/// The better of two plans of an input: the one that keeps the limit of tokens, or is faster.
+Plan better_of(Plan a, Plan b) {
+  const auto judged = [](const Plan& plan) {
+    const StepTime time = predict_step(plan);
+    const double block_s = std::ranges::max_element(time.replicas, {}, &ReplicaTime::block_s)->block_s;
+    return std::pair(!plan.keeps_limit(), plan.topology().is_flat() ? block_s : time.total_s());
+  };
+  return judged(b) < judged(a) ? b : a;
 }
 
 }  // namespace
 
 Plan plan_balanced(PlanInput input, Effort effort) {
-  std::vector<Placement> placements(static_cast<size_t>(input.seq_lens.num_sequences()));
+  // The search does not see tokens that do not divide. In flat bags chunks are even, unless speeds differ.
+  const bool is_even = input.topology.is_flat() && input.rank_speed.empty();
+  const auto finish = [&](std::vector<Placement> placements) {
+    bring_home(input, placements);
+    if (is_even) return Plan(input, "balanced", std::move(placements));
+    std::vector<int64_t> chunk_lens = uneven_chunk_lens(input, placements);
+    return Plan(input, "balanced", std::move(placements), std::move(chunk_lens));
+  };
+  // A search over groups of several nodes finds worse plans, in more time, than one over groups inside nodes: so it is
+  // made where those cannot take the sequences, and starts from their plan.
+  constexpr double kOfUse = 1 + 1e-3;
   PlanInput inside = input;
   inside.topology = input.topology.within(input.cluster.ranks_per_node);
+  std::vector<Placement> placements(static_cast<size_t>(input.seq_lens.num_sequences()));
+  std::vector<int32_t> wide;  // replicas
   for (int32_t replica = 0; replica < input.topology.num_replicas(); ++replica) {
-    if (inside.topology == input.topology) {
-      ReplicaSolver(input, replica, effort).place(placements, /*has_start=*/false);
-    } else {
-      place_wide(input, inside, replica, effort, placements);
-    }
+    const bool keeps_limit = ReplicaSolver(inside, replica, effort).place(placements, /*has_start=*/false);
+    if (inside.topology == input.topology) continue;
+    const double inside_s = replica_lower_bound_s(input, inside.topology, replica);
+    if (!keeps_limit || inside_s > kOfUse * replica_lower_bound_s(input, input.topology, replica))
+      wide.push_back(replica);
   }
-  bring_home(input, placements);
-  if (!input.topology.is_flat()) {
-    std::vector<int64_t> chunk_lens = uneven_chunk_lens(input, placements);
-    return Plan(std::move(input), "balanced", std::move(placements), std::move(chunk_lens));
-  }
-  // In flat bags chunks are even, unless speeds differ. The search does not see tokens that do not divide.
-  const auto cut = [&](std::vector<Placement> in_bags) {
-    if (input.rank_speed.empty()) return Plan(input, "balanced", std::move(in_bags));
-    std::vector<int64_t> chunk_lens = uneven_chunk_lens(input, in_bags);
-    return Plan(input, "balanced", std::move(in_bags), std::move(chunk_lens));
-  };
-  const Plan plan = cut(std::move(placements));
-  const Plan greedy(input, "balanced", greedy_placements(input));
-  const auto judged = [](const Plan& of) {
-    const StepTime time = predict_step(of);
-    const auto slowest = std::ranges::max_element(time.replicas, {}, &ReplicaTime::block_s);
-    return std::pair(!of.keeps_limit(), slowest->block_s);
-  };
-  return judged(greedy) < judged(plan) ? greedy : plan;
+  for (Placement& place : placements) place.bag = input.topology.bag_of(place.first_rank);
+  Plan plan = finish(placements);
+  for (const int32_t replica : wide) ReplicaSolver(input, replica, effort).place(placements, /*has_start=*/true);
+  if (!wide.empty()) plan = better_of(std::move(plan), finish(std::move(placements)));
+  if (!input.topology.is_flat()) return plan;
+  return better_of(std::move(plan), Plan(input, "balanced", greedy_placements(input)));
 }
 
 }  // namespace knapformer

@@ -111,7 +111,7 @@ class StepSolver {
 
   /// `plan`, or the planner's plan where that may be much shorter and is. Nothing if neither keeps the limit of tokens.
   std::optional<Plan> better_of(Plan plan, double level_s) const {
-    const double tolerance = effort_.moves == Effort::kLow ? 1.005 : Effort::kGoodEnough;
+    const double tolerance = effort_.moves == Effort::kLow ? 1.005 : 1.002;
     const bool is_kept = keeps_limit(plan);
     const StepTime time = predict_step(plan);
     bool is_good = is_kept;
@@ -140,18 +140,17 @@ class StepSolver {
   /// Considers the plan of all sequences, cut into these micro-batches, if that keeps the limit of tokens.
   void consider_cut(const Plan& sums, std::vector<int32_t> micro_batches, double handicap);
 
-  /// The micro-batches planned one by one, but not where even their lower bound is no shorter.
+  /// The micro-batches planned one by one, until even what is planned and the lower bound of the rest are no shorter.
   void consider_planned(std::vector<int32_t> micro_batches, double handicap) {
     const std::vector<PlanInput> inputs = micro_batch_inputs(input_, micro_batches);
-    if (best_ && input_.sync == StepSync::kMicroBatch) {
-      double bound_s = 0;
-      for (const PlanInput& input : inputs) bound_s += lower_bound_s({input});
-      if (bound_s * handicap >= best_s_) return;
-    }
+    double least_s = 0;
+    for (const PlanInput& input : inputs) least_s += lower_bound_s({input});
     std::vector<Plan> plans;
     for (const PlanInput& input : inputs) {
+      if (best_ && input_.sync == StepSync::kMicroBatch && least_s * handicap >= best_s_) return;
       std::optional<Plan> plan = plan_within_limit(input, solver_, effort_);
       if (!plan) return;
+      least_s += predict_step(*plan).total_s() - lower_bound_s({input});
       plans.push_back(*std::move(plan));
     }
     consider(StepPlan(input_, std::move(micro_batches), std::move(plans)), handicap);

@@ -8,6 +8,7 @@
 
 #include "knapformer/core/cost/bounds.h"
 #include "knapformer/core/cost/step_time.h"
+#include "knapformer/core/planners/balanced/anneal.h"
 #include "knapformer/core/planners/balanced/construct.h"
 #include "knapformer/core/planners/balanced/placement_tree.h"
 #include "knapformer/core/util/error.h"
@@ -45,11 +46,35 @@ class Packer {
       trees_[r].set_levels(levels.levels_s);
       Construction(trees_[r]).place_all(target_s / trees_[r].unit_s(), fit_by, nodes_[r]);
     }
+    return packing(levels.levels_s);
+  }
+
+  /// Anneals the last packing, so that its micro-batches exceed their levels less.
+  Packing anneal(const Packing& last, Effort effort) {
+    std::vector<double> levels_s;
+    std::ranges::transform(last.levels_s, last.times_s, std::back_inserter(levels_s), std::ranges::min);
+    const double mean_s = std::accumulate(levels_s.begin(), levels_s.end(), 0.0) / num_micro_batches_;
+    const double bound_s = std::ranges::max(levels_s), enough_s = bound_s + (Effort::kGoodEnough - 1) * mean_s;
+    for (size_t r = 0; r < trees_.size(); ++r) {
+      trees_[r].set_levels(levels_s);
+      improve(trees_[r], nodes_[r],
+              {.num_moves = num_moves(trees_[r], effort.moves),
+               .key = random_key(input_, static_cast<int32_t>(r)),
+               .bound = bound_s / trees_[r].unit_s(),
+               .good_enough = enough_s / trees_[r].unit_s()});
+    }
+    return packing(levels_s);
+  }
+
+  std::span<const PlacementTrees> trees() const { return trees_; }
+
+ private:
+  Packing packing(const std::vector<double>& levels_s) const {
     const auto num_placed = static_cast<size_t>(stride_ == 1 ? input_.seq_lens.num_sequences() : 0);
     Packing packing{.micro_batches = std::vector<int32_t>(num_placed),
                     .placements = std::vector<Placement>(num_placed),
                     .times_s = std::vector<double>(static_cast<size_t>(num_micro_batches_)),
-                    .levels_s = levels.levels_s};
+                    .levels_s = levels_s};
     for (size_t r = 0; r < trees_.size(); ++r) {
       const PlacementTrees& trees = trees_[r];
       packing.keeps_limit = packing.keeps_limit && trees.keeps_limit();
@@ -67,9 +92,6 @@ class Packer {
     return packing;
   }
 
-  std::span<const PlacementTrees> trees() const { return trees_; }
-
- private:
   const PlanInput& input_;
   int32_t num_micro_batches_, stride_;
   std::vector<PlacementTrees> trees_;        // by replica
@@ -119,12 +141,11 @@ class LevelSearch {
       const std::vector<double> levels_s = stepped_levels_s(max_steps, 0);
       for (const double margin : kMargins) try_levels(levels_s, margin);
     }
-    const int32_t num_heights = is_low_ ? 10 : 40;
+    const int32_t num_heights = is_low_ ? 10 : 20;
     for (int32_t i = 0; i <= num_heights && spread_s > 0 && !is_good(); ++i) {
       for (const int32_t max_steps : {1, count_}) {
         const std::vector<double> levels_s = stepped_levels_s(max_steps, mean_s + spread_s * i / num_heights);
         try_levels(levels_s, kMargin);
-        if (!is_low_) try_levels(levels_s, kMargins[1]);
       }
     }
     for (const double margin : kMargins) try_levels(tried_.front().levels_s, margin);
@@ -135,7 +156,7 @@ class LevelSearch {
 
  private:
   /// In units of the mean level.
-  static constexpr double kMargin = 0.004, kMargins[] = {kMargin, 0.02, 0.06, kInfinity};
+  static constexpr double kMargin = 0.004, kMargins[] = {kMargin, 0.02, kInfinity};
 
   /// Shifts each of the first two levels up or down, and those after it the other way, where that is better.
   void shift_best(double by_s) {
@@ -220,6 +241,7 @@ std::optional<Packing> pack_by_time(const StepInput& input, int32_t num_micro_ba
   const size_t num_packed = !is_sampled ? 1 : effort.moves == Effort::kLow ? 2 : 6, most_packed = 8;
   Packer packer(input.sequences, num_micro_batches);
   std::optional<Packing> best;
+  const Levels* best_levels = nullptr;
   double best_s = kInfinity;
   for (size_t i = 0; i < std::min(tried.size(), best ? num_packed : most_packed); ++i) {
     Packing packing = packer.pack(tried[i]);
@@ -227,8 +249,17 @@ std::optional<Packing> pack_by_time(const StepInput& input, int32_t num_micro_ba
     if (time_s >= best_s) continue;
     best_s = time_s;
     best = std::move(packing);
+    best_levels = &tried[i];
   }
-  return best;
+  if (!best || effort.moves == Effort::kLow) return best;
+  if (best_s <= levels_time_s(input, best->levels_s) * Effort::kGoodEnough) return best;
+  // Annealing finds its way better from what shares the least.
+  constexpr double kAboutAsShort = 1.006;
+  const auto alone = std::ranges::find(tried, kInfinity, &Levels::margin_s);
+  Packing start = packer.pack(alone == tried.end() ? *best_levels : *alone);
+  if (packed_s(input, start) >= best_s * kAboutAsShort) start = packer.pack(*best_levels);
+  Packing annealed = packer.anneal(start, effort);
+  return packed_s(input, annealed) < best_s ? annealed : best;
 }
 
 Packing pack_by_tokens(const PlanInput& input, int32_t num_micro_batches, bool in_whole_bags) {
