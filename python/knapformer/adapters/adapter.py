@@ -357,6 +357,12 @@ def rotation_rows(cos: Tensor, sin: Tensor) -> Tensor:
     return torch.stack([cos[:, 0::2], sin[:, 1::2]], -1)
 
 
+def rotations_of_grids(rope: Any, grids: Sequence[Tensor]) -> Tensor:
+    """Rows to route by the rope of a model that takes pictures or videos: (tokens, pairs, 2); none of a batch of 0."""
+    of_each = [rotation_rows(*(of.flatten(0, -2) for of in rope(grid))) for grid in grids]
+    return torch.cat([rows[: len(rows) * len(grid)] for rows, grid in zip(of_each, grids, strict=True)])
+
+
 def rotation_of(rows: Tensor, dtype: torch.dtype) -> Rotation:
     """The Rotation of these rows, for heads of `dtype`: what is rotated in float64 is not rounded to float32."""
     return Rotation(rows.to(torch.promote_types(rows.dtype, dtype)).contiguous().unsqueeze(1))

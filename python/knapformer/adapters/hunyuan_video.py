@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from knapformer import ArgumentError
-from knapformer.adapters.adapter import Chunks, Home, Moved, Packed, RunBlock, rotation_rows, rows_of_runs
+from knapformer.adapters.adapter import Chunks, Home, Moved, Packed, RunBlock, rotations_of_grids, rows_of_runs
 from knapformer.adapters.drawn import random_mask
 from knapformer.adapters.flux import adaptive_single_block
 from knapformer.adapters.joint import NORM_OUT, JointAdapter, adaptive_double_block, self_attention
@@ -76,12 +76,10 @@ class Hunyuan(JointAdapter):
         videos, grids = samples.grids("hidden_states", config.in_channels, self.patch(config))
         lens = list(map(math.prod, grids))
         x = model.x_embedder(videos, Packed(Segments.of_lengths(lens, samples.like.device)))
-        rotations = [rotation_rows(*model.rope(video)) for video, _ in zip(videos, grids, strict=False)]
-        none = x.new_zeros((0, config.attention_head_dim // 2, 2), dtype=torch.float32)
-        unturned = torch.tensor([1.0, 0.0], device=x.device).expand(len(text), *none.shape[1:])
+        turns = rotations_of_grids(model.rope, videos)
+        unturned = torch.tensor([1.0, 0.0], device=x.device).expand(len(text), *turns.shape[1:])
         kinds = torch.cat([torch.ones(0), *(1 + (torch.arange(math.prod(g)) < g[1] * g[2]) for g in grids)])
-        rotation = (unturned, torch.cat([none, *rotations]))
-        home = self.home(text, text_lens, x, lens, rotation, cond, kinds if first_frame else None)
+        home = self.home(text, text_lens, x, lens, (unturned, turns), cond, kinds if first_frame else None)
         home.grids = grids
         return home
 

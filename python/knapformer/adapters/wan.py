@@ -24,7 +24,7 @@ from knapformer.adapters.adapter import (
     Part,
     RunBlock,
     rotation_of,
-    rotation_rows,
+    rotations_of_grids,
     runs_of,
 )
 from knapformer.adapters.drawn import random_image
@@ -116,10 +116,7 @@ class Wan(Adapter):
         videos, grids = samples.grids("hidden_states", config.in_channels, self.patch(config))
         lens = list(map(math.prod, grids))
         x = torch.cat([model.patch_embedding(video).flatten(2).transpose(1, 2).flatten(0, 1) for video in videos])
-        angles = (model.rope(video) for video, _ in zip(videos, grids, strict=False))
-        rotations = [rotation_rows(*(t.flatten(0, 2) for t in of_video)) for of_video in angles]
-        wide = torch.promote_types(torch.float32, model.rope.freqs_cos.dtype)
-        rotation = torch.cat([x.new_zeros((0, config.attention_head_dim // 2, 2), dtype=wide), *rotations])
+        rotation = rotations_of_grids(model.rope, videos)
 
         text, text_lens = samples.rows("encoder_hidden_states", config.text_dim)
         text = embedder.text_embedder(text)
