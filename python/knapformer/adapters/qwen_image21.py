@@ -83,19 +83,18 @@ def block(block: Any, x: Tensor, rows: Tensor, chunks: CausalChunks) -> Tensor:
     """As QwenImage21TransformerBlock.forward; rows (runs of tokens, 4 width)."""
     attn, of_token = block.attn, chunks.of_token
     scale, gate, scale_ff, gate_ff = rows.chunk(4, -1)
-    none = torch.zeros_like(scale)
-    normed = modulate(block.img_norm1(x), none, scale, of_token)
+    normed = modulate(block.img_norm1(x), None, scale, of_token)
     q, k, v = (to(normed).unflatten(-1, (attn.heads, -1)) for to in (attn.to_q, attn.to_k, attn.to_v))
     q, k = attn.norm_q(q).to(v.dtype), attn.norm_k(k).to(v.dtype)
     attended = attn.to_out[1](attn.to_out[0](chunks.attention(attn, *chunks.rotated(q, k), v)))
     x = gated_add(x, attended, gate.tanh(), of_token)
-    hidden = block.img_mlp(modulate(block.img_norm2(x), none, scale_ff, of_token))
+    hidden = block.img_mlp(modulate(block.img_norm2(x), None, scale_ff, of_token))
     return clip_half(gated_add(x, hidden, gate_ff.tanh(), of_token))
 
 
 def final_norm(norm: Any, x: Tensor, cond: Tensor, packed: Packed) -> Tensor:
     scale = norm.linear(norm.silu(cond).to(x.dtype))
-    return modulate(norm.norm(x), torch.zeros_like(scale), scale, packed.of_token)
+    return modulate(norm.norm(x), None, scale, packed.of_token)
 
 
 class QwenImage21(Adapter):

@@ -23,16 +23,15 @@ def block(block: Any, x: Tensor, cond: Tensor | None, chunks: Chunks) -> Tensor:
         x = x + block.attention_norm2(self_attention(block.attention, chunks, block.attention_norm1(x)))
         return x + block.ffn_norm2(block.feed_forward(block.ffn_norm1(x)))
     scale, gate, scale_ff, gate_ff = block.adaLN_modulation(cond).chunk(4, 1)
-    none = torch.zeros_like(scale)
-    attended = self_attention(block.attention, chunks, modulate(block.attention_norm1(x), none, scale, of_token))
+    attended = self_attention(block.attention, chunks, modulate(block.attention_norm1(x), None, scale, of_token))
     x = gated_add(x, block.attention_norm2(attended), gate.tanh(), of_token)
-    hidden = block.feed_forward(modulate(block.ffn_norm1(x), none, scale_ff, of_token))
+    hidden = block.feed_forward(modulate(block.ffn_norm1(x), None, scale_ff, of_token))
     return gated_add(x, block.ffn_norm2(hidden), gate_ff.tanh(), of_token)
 
 
 def final_layer(layer: Any, x: Tensor, cond: Tensor, packed: Packed) -> Tensor:
     scale = layer.adaLN_modulation(cond)
-    return layer.linear(modulate(layer.norm_final(x), torch.zeros_like(scale), scale, packed.of_token))
+    return layer.linear(modulate(layer.norm_final(x), None, scale, packed.of_token))
 
 
 class ZImage(JointAdapter):

@@ -162,17 +162,19 @@ class _Split(torch.autograd.Function):
 
 
 class _AddScaled(torch.autograd.Function):
-    """base + x * factor, with a row of factor per sequence, and of base a row per sequence or per token."""
+    """base + x * factor, with a row of factor per sequence, and of base a row per sequence or per token. None: 0."""
 
     @staticmethod
     def forward(
-        ctx: Any, base: Tensor, x: Tensor, factor: Tensor, segments: Segments, base_is_of_token: bool
+        ctx: Any, base: Tensor | None, x: Tensor, factor: Tensor, segments: Segments, base_is_of_token: bool
     ) -> Tensor:
         # x is kept for the factor's gradient alone: a frozen one, as under LoRA, has none.
         ctx.save_for_backward(x if ctx.needs_input_grad[2] else None, factor)
         ctx.segments, ctx.base_is_of_token = segments, base_is_of_token
-        rows = base if base_is_of_token else base.index_select(0, segments.index)
-        return torch.addcmul(rows, x, factor.index_select(0, segments.index))
+        factors = factor.index_select(0, segments.index)
+        if base is None:
+            return x * factors
+        return torch.addcmul(base if base_is_of_token else base.index_select(0, segments.index), x, factors)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -187,10 +189,10 @@ class _AddScaled(torch.autograd.Function):
         )
 
 
-def modulate(x: Tensor, shift: Tensor, scale: Tensor, segments: Segments) -> Tensor:
+def modulate(x: Tensor, shift: Tensor | None, scale: Tensor, segments: Segments) -> Tensor:
     """x * (1 + scale) + shift, with a row of shift and scale per sequence.
 
-    x (tokens, d); shift, scale (sequences, d).
+    x (tokens, d); shift, scale (sequences, d); shift None: 0.
     """
     return cast(Tensor, _AddScaled.apply(shift, x, 1 + scale, segments, False))  # type: ignore[no-untyped-call]
 

@@ -330,8 +330,10 @@ def test_modulation_by_sequence(lens: list[int]) -> None:
     a, b = (torch.randn(len(lens), 3, dtype=torch.float64, requires_grad=True) for _ in range(2))
     segments = Segments.of_lengths(lens)
     torch.testing.assert_close(modulate(x, a, b, segments), x * (1 + b[index]) + a[index])
+    torch.testing.assert_close(modulate(x, None, b, segments), x * (1 + b[index]))
     torch.testing.assert_close(gated_add(x, y, a, segments), x + a[index] * y)
     assert torch.autograd.gradcheck(lambda *t: modulate(*t, segments), (x, a, b))
+    assert torch.autograd.gradcheck(lambda *t: modulate(t[0], None, t[1], segments), (x, b))
     assert torch.autograd.gradcheck(lambda *t: gated_add(*t, segments), (x, y, a))
 
 
