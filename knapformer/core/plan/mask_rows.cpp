@@ -7,30 +7,6 @@
 namespace knapformer {
 namespace {
 
-/// Blocks by row and column, as lists of both.
-class BlockGrid {
- public:
-  BlockGrid(size_t num_rows, size_t num_columns)
-      : by_row_(lists(num_rows, num_columns)), by_column_(lists(num_columns, num_rows)) {}
-
-  /// Rows come in order.
-  void add(size_t row, size_t column) {
-    append(by_row_, row, column);
-    append(by_column_, column, row);
-  }
-
-  BlockLists by_row_, by_column_;
-
- private:
-  static BlockLists lists(size_t num, size_t num_others) {
-    return {.counts = std::vector<int32_t>(num), .indices = std::vector<int32_t>(num * num_others)};
-  }
-  static void append(BlockLists& lists, size_t block, size_t other) {
-    const size_t width = lists.indices.size() / lists.counts.size();
-    lists.indices[block * width + static_cast<size_t>(lists.counts[block]++)] = static_cast<int32_t>(other);
-  }
-};
-
 /// Null: not known.
 void check(const Mask* mask) {
   if (mask != nullptr && mask->kind != Mask::Kind::kDensity) return;
@@ -84,7 +60,10 @@ MaskBlocks MaskBlocks::of(const MaskRows& rows, int64_t block_size) {
     return static_cast<size_t>((num_rows + block_size - 1) / block_size);
   };
   const size_t num_query_blocks = num_blocks(rows.num_queries), num_key_blocks = num_blocks(rows.num_keys);
-  BlockGrid some(num_query_blocks, num_key_blocks), all(num_query_blocks, num_key_blocks);
+  MaskBlocks blocks{.some_keys = {num_query_blocks, num_key_blocks},
+                    .all_keys = {num_query_blocks, num_key_blocks},
+                    .some_queries = {num_key_blocks, num_query_blocks},
+                    .all_queries = {num_key_blocks, num_query_blocks}};
   // Of the blocks of keys, for one block of queries: the pairs that are surely seen; -1: none.
   std::vector<int64_t> pairs(num_key_blocks, -1);
   std::vector<size_t> touched;
@@ -113,15 +92,14 @@ MaskBlocks MaskBlocks::of(const MaskRows& rows, int64_t block_size) {
     }
     std::ranges::sort(touched);
     for (const size_t k : touched) {
-      (pairs[k] == block_size * block_size ? all : some).add(q, k);
+      const bool sees_all = pairs[k] == block_size * block_size;
+      (sees_all ? blocks.all_keys : blocks.some_keys).add(q, k);
+      (sees_all ? blocks.all_queries : blocks.some_queries).add(k, q);
       pairs[k] = -1;
     }
     touched.clear();
   }
-  return {.some_keys = std::move(some.by_row_),
-          .all_keys = std::move(all.by_row_),
-          .some_queries = std::move(some.by_column_),
-          .all_queries = std::move(all.by_column_)};
+  return blocks;
 }
 
 }  // namespace knapformer

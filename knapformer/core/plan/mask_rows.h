@@ -32,6 +32,12 @@ void check_masks_run(const PlanInput& input);
 struct BlockLists {
   std::vector<int32_t> counts;   // for each block
   std::vector<int32_t> indices;  // for each block as many as there are blocks on the other side, `counts` of them used
+
+  BlockLists(size_t num_blocks, size_t num_others) : counts(num_blocks), indices(num_blocks * num_others) {}
+  void add(size_t block, size_t other) {
+    const size_t first = block * (indices.size() / counts.size());
+    indices[first + static_cast<size_t>(counts[block]++)] = static_cast<int32_t>(other);
+  }
 };
 
 /// The form in which block-sparse kernels (FlexAttention) want a mask.
