@@ -113,7 +113,7 @@ int32_t Construction::place(const TreeItem& item) {
     trees_.save(v, v, paths_);
     trees_.add(item, v);
     trees_.update(paths_);
-    const double time = fit_by_ == FitBy::kEvenTime ? trees_.even_group_time(v) : trees_.group_time(v);
+    const double time = trees_.group_time(v);
     if (fit_by_ == FitBy::kAlone ? has_room(v) : time <= target_) return v;
     trees_.restore(paths_);
     if (time < best_time) {

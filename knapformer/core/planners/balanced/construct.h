@@ -20,9 +20,9 @@ class Construction {
  public:
   explicit Construction(PlacementTrees& trees);
 
-  /// The time that is compared with the target: that of the group, the same as if its exchange were even already (see
-  /// PlacementTrees::even_group_time), or that of the sequence alone, which is then shared only if it must be.
-  enum class FitBy { kTime, kEvenTime, kAlone };
+  /// The time that is compared with the target: that of the group, or that of the sequence alone, which is then shared
+  /// only if it must be.
+  enum class FitBy { kTime, kAlone };
 
   /// Empties the trees and places all their items. Returns the time of the slowest group, which may be above the
   /// target.

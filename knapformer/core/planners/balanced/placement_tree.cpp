@@ -173,16 +173,9 @@ int32_t PlacementTrees::top_of_group(int32_t v) const {
   return top;
 }
 
-double PlacementTrees::group_time(int32_t v, double exchange) const {
+double PlacementTrees::group_time(int32_t v) const {
   const int32_t top = top_of_group(v);
-  return node(top).head_start + state(top).max_token_time + attention_phase(state(top), exchange) + node(top).latency;
-}
-
-double PlacementTrees::even_group_time(int32_t v) const {
-  double exchange = 0;
-  for (int32_t x = v; x >= 0; x = node(x).parent)
-    exchange += state(x).tokens * node(x).exchange_per_token / node(x).degree;
-  return group_time(v, std::min(exchange, state(top_of_group(v)).max_exchange));
+  return node(top).head_start + state(top).max_token_time + attention_phase(state(top)) + node(top).latency;
 }
 
 void PlacementTrees::set_reference(double floor, double reference) {

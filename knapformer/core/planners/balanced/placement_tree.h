@@ -142,10 +142,7 @@ class PlacementTrees {
   void update_bag(int32_t bag);
   void update_all();
   /// Time of the connected group that v is in. If v is in none, the time as if v were one.
-  double group_time(int32_t v) const { return group_time(v, state(top_of_group(v)).max_exchange); }
-  /// The same, as if v's ranks had equal chunks of the sequences that they share. While a group fills up, ranks without
-  /// whole sequences hold more of the shared ones: then this is closer to the final time of the group.
-  double even_group_time(int32_t v) const;
+  double group_time(int32_t v) const;
   /// The load of v's fullest rank, as if all sequences above v were cut evenly. It tells the ranks of one connected
   /// group apart.
   double load(int32_t v) const {
@@ -191,9 +188,8 @@ class PlacementTrees {
   }
   /// The largest group that holds a sequence and contains v, or v if there is none.
   int32_t top_of_group(int32_t v) const;
-  double group_time(int32_t v, double exchange) const;
   /// The attention and the exchange of a connected group, without the part that is hidden.
-  double attention_phase(const State& group, double exchange) const;
+  double attention_phase(const State& group) const;
   void update(int32_t v);
   void change(const TreeItem& item, int32_t v, double sign);
 
@@ -249,10 +245,10 @@ inline void PlacementTrees::save(int32_t a, int32_t b, Paths& out) const {
   while (a >= 0) climb(a);
 }
 
-inline double PlacementTrees::attention_phase(const State& group, double exchange) const {
-  if (overlap_.pre_attn == 0) return group.max_attention + exchange;
+inline double PlacementTrees::attention_phase(const State& group) const {
+  if (overlap_.pre_attn == 0) return group.max_attention + group.max_exchange;
   const auto pass = [&](double part_of_attention, double part_of_exchange) {
-    const double part = exchange * part_of_exchange;
+    const double part = group.max_exchange * part_of_exchange;
     return std::max(group.max_attention * part_of_attention + part * (1 - overlap_.pre_attn),
                     group.max_shared_attention * part_of_attention + part);
   };
@@ -303,7 +299,7 @@ inline void PlacementTrees::update(int32_t v) {
 
   if (shared || n.num_children == 0) {
     for (size_t k = 0; k < depth; ++k) state.above[k] = exchange - n.above_exchange[k] * tokens_per_rank;
-    time = n.head_start + token_time + attention_phase(state, exchange) + (shared ? n.latency : 0);
+    time = n.head_start + token_time + attention_phase(state) + (shared ? n.latency : 0);
     state.time = time;
     state.energy = n.degree * energy_of_rank(time);
     return;

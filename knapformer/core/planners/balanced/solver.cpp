@@ -103,7 +103,7 @@ class ReplicaSolver {
     const int32_t num_targets = effort_ == Effort::kLow ? 3 : 4;
     if (!is_good()) consider(construction.place_under_targets(Construction::FitBy::kTime, bound_, num_targets));
     if (best_time > kFar * bound_)
-      consider(construction.place_under_targets(Construction::FitBy::kEvenTime, bound_, num_targets));
+      consider(construction.place_under_targets(Construction::FitBy::kAlone, bound_, num_targets));
     options.shares_least_first = best_time <= kNear * bound_;
     improve(trees_, best, options);
     if (std::isfinite(trees_.node(0).token_capacity) && trees_.slowest() > options.good_enough) {

@@ -64,8 +64,7 @@ TEST(MicroBatches, PromisesHoldOnRandomSteps) {
 
 TEST(MicroBatches, AStepThatIsEvenAsGivenStaysSo) {
   // Four of one length on each rank, in three micro-batches: two are full, and none can be filled better.
-  StepInput input{.sequences = mix_input("low", "g1n32", 0, 1.0), .num_micro_batches = 3};
-  input.sequences.seq_lens = SequenceLengths::from_lists({32, std::vector<int64_t>(4, 1000)});
+  StepInput input{.sequences = lengths_in({32, std::vector<int64_t>(4, 1000)}, "g1n32", 3072), .num_micro_batches = 3};
   const double even_s = time_s(as_given(input, "balanced"));
   for (const StepSync sync : {StepSync::kMicroBatch, StepSync::kStep}) {
     input.sync = sync;
@@ -78,11 +77,7 @@ TEST(MicroBatches, EqualLengthsThatRanksDoNotDivideArePlannedSoon) {
   for (const auto& [num_sequences, num_ranks] : {std::pair{901, 2}, {2401, 8}}) {
     std::vector<std::vector<int64_t>> lists(static_cast<size_t>(num_ranks));
     for (int32_t i = 0; i < num_sequences; ++i) lists[i % num_ranks].push_back(4096);
-    StepInput input{.sequences = {.seq_lens = SequenceLengths::from_lists(lists),
-                                  .topology = Topology::parse(text("g1n", num_ranks)),
-                                  .d_model = 1024,
-                                  .workload = {}},
-                    .num_micro_batches = 1};
+    const StepInput input{.sequences = lengths_in(lists, text("g1n", num_ranks), 1024), .num_micro_batches = 1};
     for (const auto moves : {Effort::kLow, Effort::kDefault}) {
       const StepPlan plan = plan_step(input, "balanced", Effort{.moves = moves});
       EXPECT_EQ(plan.max_tokens(), (num_sequences / num_ranks + 1) * 4096);
@@ -295,12 +290,9 @@ TEST(MicroBatches, KeepsALimitOfTokensInEach) {
 
 StepInput default_step(std::vector<std::vector<int64_t>> lens, std::string_view topology, int32_t num_micro_batches,
                        int64_t limit = 0) {
-  return {.sequences = {.seq_lens = SequenceLengths::from_lists(lens),
-                        .topology = Topology::parse(topology, std::ssize(lens)),
-                        .d_model = 3072,
-                        .workload = {},
-                        .max_tokens_per_rank = limit},
-          .num_micro_batches = num_micro_batches};
+  StepInput input{.sequences = lengths_in(lens, topology, 3072), .num_micro_batches = num_micro_batches};
+  input.sequences.max_tokens_per_rank = limit;
+  return input;
 }
 
 TEST(MicroBatches, SharedSequencesGoIntoAnyMicroBatchToKeepALimit) {
@@ -429,11 +421,7 @@ TEST(MicroBatches, EveryRankIsFilledWhereThereAreSequences) {
 }
 
 TEST(MicroBatches, AsManySequencesAsRanksMakeOneEach) {
-  const StepInput input{
-      .sequences = {.seq_lens = SequenceLengths::from_lists({{900, 20}, {500, 10}, {500, 30}, {400, 40}}),
-                    .topology = Topology::parse("g1n4", 4),
-                    .d_model = 64},
-      .num_micro_batches = 2};
+  const StepInput input = default_step({{900, 20}, {500, 10}, {500, 30}, {400, 40}}, "g1n4", 2);
   const StepPlan filled = fill_ranks(plan_step(input, "balanced"));
   for (int32_t k = 0; k < 2; ++k) {
     for (int32_t r = 0; r < 4; ++r) EXPECT_EQ(filled.chunks_on(Rank(r), k).size(), 1);
@@ -460,9 +448,8 @@ TEST(MicroBatches, SharedSequencesFillMicroBatchesToo) {
 
 TEST(MicroBatches, MoreMicroBatchesThanSequences) {
   for (const StepSync sync : {StepSync::kMicroBatch, StepSync::kStep}) {
-    StepInput input{.sequences = mix_input("low", "g1n32", 0, 1.0), .num_micro_batches = 9, .sync = sync};
-    input.sequences.topology = Topology::parse("g2/1n2");
-    input.sequences.seq_lens = SequenceLengths::from_lists({{100, 200}, {}, {300}, {}});
+    StepInput input = default_step({{100, 200}, {}, {300}, {}}, "g2/1n2", 9);
+    input.sync = sync;
     const StepPlan plan = plan_step(input, "balanced");
     plan.validate();
     EXPECT_EQ(plan.plans().size(), 9);
