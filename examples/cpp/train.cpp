@@ -98,9 +98,9 @@ int main() {
         const knapformer::Step moves = balancer.current();
         const auto routed = moves.route(x);
         const at::Tensor h = model.forward(routed.x, [&](const auto& q, const auto& k, const auto& v) {
-          return moves.attention(q, k, v, [](const auto& q, const auto& k, const auto& v, const auto& seq_lens) {
-            return attend(q, k, v, seq_lens);
-          });
+          return moves.attention(q, k, v, {[](const auto& q, const auto& k, const auto& v, const auto& rows) {
+                                   return attend(q, k, v, rows.query_lens);
+                                 }});
         });
         const at::Tensor loss = (moves.reverse_route(h).x - x.roll(1, 1)).square().sum();
         losses[static_cast<size_t>(rank)] = loss.item<double>();

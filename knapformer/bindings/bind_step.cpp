@@ -49,36 +49,31 @@ Attend attend_from(const Step& self, const py::object& attend) {
       throw;
     }
   };
-  if (takes_masks(attend)) {
-    Attend made = [called, &attend](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                    const SequenceRows& rows) { return called(attend, q, k, v, rows.masks); };
-    made.takes_masks = true;
-    return made;
-  }
-  if (cuts_queries(attend)) {
-    Attend made = [called, &attend](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                    const SequenceRows& rows) {
-      return called(attend, q, k, v, rows.query_lens, rows.key_lens, rows.query_starts);
+  const bool by_masks = takes_masks(attend), cuts = by_masks || cuts_queries(attend);
+  Attend made{.kernel =
+                  [called, &attend, by_masks, cuts](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                                    const SequenceRows& rows) {
+                    if (by_masks) return called(attend, q, k, v, rows.masks);
+                    if (!cuts) return called(attend, q, k, v, rows.query_lens);
+                    return called(attend, q, k, v, rows.query_lens, rows.key_lens, rows.query_starts);
+                  },
+              .cuts_queries = cuts,
+              .takes_masks = by_masks};
+  if (cuts && !by_masks && py::hasattr(attend, "in_stages")) {
+    made.in_stages = [called, &attend](const at::Tensor& q, const at::Tensor& query_lens, const NextStage& next) {
+      const py::gil_scoped_acquire acquire;
+      if (!py::bool_(attend.attr("merges")(q))) return at::Tensor();
+      const py::cpp_function next_stage([&next]() -> py::object {
+        const auto stage = [&] {
+          const py::gil_scoped_release release;
+          return next();
+        }();
+        return stage ? py::object(py::make_tuple(stage->k, stage->v, stage->key_lens)) : py::none();
+      });
+      return called(attend.attr("in_stages"), q, query_lens, next_stage);
     };
-    if (py::hasattr(attend, "in_stages")) {
-      made.in_stages = [called, &attend](const at::Tensor& q, const at::Tensor& query_lens, const NextStage& next) {
-        const py::gil_scoped_acquire acquire;
-        if (!py::bool_(attend.attr("merges")(q))) return at::Tensor();
-        const py::cpp_function next_stage([&next]() -> py::object {
-          const auto stage = [&] {
-            const py::gil_scoped_release release;
-            return next();
-          }();
-          return stage ? py::object(py::make_tuple(stage->k, stage->v, stage->key_lens)) : py::none();
-        });
-        return called(attend.attr("in_stages"), q, query_lens, next_stage);
-      };
-    }
-    return made;
   }
-  return [called, &attend](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& seq_lens) {
-    return called(attend, q, k, v, seq_lens);
-  };
+  return made;
 }
 
 KernelMask kernel_mask_from(const py::object& mask) {

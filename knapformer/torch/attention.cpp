@@ -136,7 +136,7 @@ void SharedAttention::check_output(size_t level, const at::Tensor& o, const at::
 
 at::Tensor SharedAttention::attend_level(size_t level, const Inputs& qkv, HeadCounts heads,
                                          const Attend& attend) const {
-  at::Tensor o = attend(qkv[0], qkv[1], qkv[2], attended[level]);
+  at::Tensor o = attend.kernel(qkv[0], qkv[1], qkv[2], attended[level]);
   check_output(level, o, qkv[0], heads);
   return o;
 }

@@ -25,7 +25,6 @@
 #include <span>
 #include <string>
 #include <string_view>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -50,37 +49,19 @@ struct KeyStage {
 /// The next stage; none after the last one. Waits for it, and starts the exchange of the one after it.
 using NextStage = std::function<std::optional<KeyStage>()>;
 
-/// The kernel, over packed sequences: of q (queries, heads, head_dim) and of k, v (keys, kv heads, ...) it returns o
-/// (queries, heads, ...). It takes whole sequences by their lengths (int32 CPU), or SequenceRows: then each sequence's
-/// queries may be a part of them. Keys that come in stages are put together for it, unless `in_stages` is set: a kernel
-/// that attends to each stage while the next one travels, and merges the results.
-class Attend {
- public:
-  /// Undefined where it cannot merge for such queries: then it has taken no stage.
-  std::function<at::Tensor(const at::Tensor& q, const at::Tensor& query_lens, const NextStage& next)> in_stages;
+/// The kernel, over packed sequences.
+struct Attend {
+  /// Of q (queries, heads, head_dim) and of k, v (keys, kv heads, ...) it returns o (queries, heads, ...).
+  std::function<at::Tensor(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const SequenceRows& rows)>
+      kernel;
+  /// Whether it goes by all of SequenceRows, with a part of each sequence's queries: otherwise it takes whole
+  /// sequences, by query_lens alone.
+  bool cuts_queries = false;
   /// Whether it goes by SequenceRows::masks, the planned mask of each sequence.
   bool takes_masks = false;
-
-  template <class Kernel>
-  Attend(Kernel kernel)  // NOLINT(google-explicit-constructor): a lambda is passed as such
-      : cuts_queries_(!std::is_invocable_v<Kernel&, at::Tensor, at::Tensor, at::Tensor, at::Tensor>),
-        call_([kernel = std::move(kernel)](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                           const SequenceRows& rows) mutable -> at::Tensor {
-          if constexpr (std::is_invocable_v<Kernel&, at::Tensor, at::Tensor, at::Tensor, at::Tensor>) {
-            return kernel(q, k, v, rows.query_lens);
-          } else {
-            return kernel(q, k, v, rows);
-          }
-        }) {}
-
-  bool cuts_queries() const { return cuts_queries_; }
-  at::Tensor operator()(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const SequenceRows& rows) const {
-    return call_(q, k, v, rows);
-  }
-
- private:
-  bool cuts_queries_;
-  std::function<at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, const SequenceRows&)> call_;
+  /// Where keys come in stages: attends to each stage while the next one travels, and merges the results. Unset: all
+  /// are put together for the kernel. Undefined where it cannot merge for such queries: then it has taken no stage.
+  std::function<at::Tensor(const at::Tensor& q, const at::Tensor& query_lens, const NextStage& next)> in_stages = {};
 };
 
 /// A step's attention on one rank.

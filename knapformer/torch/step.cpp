@@ -194,7 +194,7 @@ at::Tensor Step::attention(const at::Tensor& q, const at::Tensor& k, const at::T
   const at::Tensor o = ranks_->collective([&] {
     check_attention_inputs(q, k, v);
     check_mask(mask);
-    check_cuts(attend.cuts_queries());
+    check_cuts(attend.cuts_queries);
     if (attend.takes_masks) {
       ranks_->known_device(q.device()).takes_masks = true;  // for plans to come
       rank_plan_->make_masks();

@@ -155,12 +155,8 @@ void check_rank(InProcessWorld& world, int32_t rank, const AttentionCase& setup,
       if (q.size(0) == 0) return at::empty({0, q.size(1), kDim}, at::kDouble);  // a kernel that keeps no graph
       return attend(q, k, v, lens, setup.mask_of());
     };
-    const auto of_sequences = [&](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                  const at::Tensor& lens) {
-      return of_parts(q, k, v, {lens, lens, at::zeros_like(lens)});
-    };
     const at::Tensor o = balancer.current().attention(
-        rows[0], rows[1], rows[2], setup.cuts_queries() ? Attend(of_parts) : Attend(of_sequences), setup.mask_of());
+        rows[0], rows[1], rows[2], Attend{.kernel = of_parts, .cuts_queries = setup.cuts_queries()}, setup.mask_of());
     int64_t expected_exchanges = tables.any_shared || tables.levels[0].degree > 1 ? 2 : 0;
     if (expected_exchanges > 0) {
       for (const AttentionLevel& level : tables.levels) {

@@ -27,19 +27,9 @@ int to_int(int64_t value) {
   return static_cast<int>(value);
 }
 
-/// Copies rows [begin, end) of kWidth bytes: one load and one store each. Side features are often that narrow. By
-/// value, here and below: what is written might be bytes of a Copy in memory, so that the compiler would load its
-/// strides again for every row.
-template <int64_t kWidth>
-void copy_narrow_rows(packing::Copy c, int64_t begin, int64_t end) {
-  for (int64_t row = begin; row < end; ++row) {
-    std::memcpy(reinterpret_cast<void*>(c.to + packing::at_index(c.to_index, row) * c.to_stride),
-                reinterpret_cast<const void*>(c.from + packing::at_index(c.from_index, row) * c.from_stride), kWidth);
-  }
-}
-
-/// Copies rows [begin, end), as many at once as lie side by side at both ends.
-void copy_wide_rows(packing::Copy c, int64_t begin, int64_t end) {
+/// Copies rows [begin, end), as many at once as lie side by side at both ends. By value: what is written might be bytes
+/// of a Copy in memory, so that the compiler would load its strides again for every row.
+void copy_rows(packing::Copy c, int64_t begin, int64_t end) {
   const int64_t width = int64_t{c.num_words} * c.word_bytes;
   const bool dense = c.from_stride == width && c.to_stride == width;
   for (int64_t row = begin, num_rows = 1; row < end; row += num_rows, num_rows = 1) {
@@ -50,23 +40,6 @@ void copy_wide_rows(packing::Copy c, int64_t begin, int64_t end) {
     }
     std::memcpy(reinterpret_cast<void*>(c.to + to * c.to_stride),
                 reinterpret_cast<const void*>(c.from + from * c.from_stride), static_cast<size_t>(num_rows * width));
-  }
-}
-
-void copy_rows(const packing::Copy& copy, int64_t begin, int64_t end) {
-  switch (copy.num_words == 1 ? copy.word_bytes : 0) {
-    case 1:
-      return copy_narrow_rows<1>(copy, begin, end);
-    case 2:
-      return copy_narrow_rows<2>(copy, begin, end);
-    case 4:
-      return copy_narrow_rows<4>(copy, begin, end);
-    case 8:
-      return copy_narrow_rows<8>(copy, begin, end);
-    case 16:
-      return copy_narrow_rows<16>(copy, begin, end);
-    default:
-      return copy_wide_rows(copy, begin, end);
   }
 }
 
