@@ -268,6 +268,20 @@ TEST(MicroBatches, RanksThatWaitOnceNeedNoEvenMicroBatches) {
   }
 }
 
+TEST(MicroBatches, ALimitOfTwiceTheMeanCostsLittle) {
+  double over_ideal = 0;
+  for (uint64_t seed = 0; seed < 4; ++seed) {
+    StepInput input = step_of_mix("mixed", seed, 0.41, 4);
+    input.sequences.cluster = {};
+    input.sequences.model = {.routed = false};
+    const auto lens = input.sequences.seq_lens.lens();
+    input.sequences.max_tokens_per_rank = 2 * std::accumulate(lens.begin(), lens.end(), int64_t{0}) / 32 / 4;
+    const AccumulatedTime time = predict_accumulated(plan_step(input, "balanced", {.moves = Effort::kLow}));
+    over_ideal += time.total_s / time.ideal_s / 4;
+  }
+  EXPECT_LE(over_ideal, 1.022);
+}
+
 TEST(MicroBatches, KeepsALimitOfTokensInEach) {
   for (const StepSync sync : {StepSync::kMicroBatch, StepSync::kStep}) {
     for (const char* mix : {"mixed", "joint"}) {
