@@ -146,8 +146,7 @@ $(VENV)/.coverage: pyproject.toml | $(BIN)/python
 	touch $@
 
 # The C++ tests of the torch layer, and the Python tests that drive it and the commands on devices; the whole suite
-# takes longer and adds little. Ends with status 1 where a line that only a GPU runs is in a file that docs/gpu.md does
-# not list.
+# takes longer and adds little.
 COVERAGE := $(abspath build/coverage)
 COVERAGE_TESTS ?= tests/python/accelerator tests/python/models tests/python/test_losses.py tests/python/test_checkpointing.py \
     $(addprefix tests/python/distributed/test_,balancer.py compile.py derivatives.py groups.py loader.py sample_loader.py) \
