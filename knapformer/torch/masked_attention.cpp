@@ -1,11 +1,14 @@
 #include "knapformer/torch/masked_attention.h"
 
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/scaled_dot_product_attention.h>
 #include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
 #include <cmath>
@@ -62,6 +65,41 @@ at::Tensor by_head(const at::Tensor& tensor, const std::vector<KeyRange>& rows) 
   return (parts.size() == 1 ? parts[0] : at::cat(parts)).transpose(0, 1).unsqueeze(0);
 }
 
+double scale_of(const at::Tensor& q) { return 1 / std::sqrt(static_cast<double>(q.size(-1))); }
+
+/// Torch's attention of queries that see some of these keys. Torch would keep what is added to the scores until the
+/// backward pass, for a long sequence as much as all its scores: here it is made again.
+class PartlySeen : public torch::autograd::Function<PartlySeen> {
+ public:
+  using Context = torch::autograd::AutogradContext;
+
+  /// Rows as by_head has them. run: a row of MaskTables::runs, of which these are the queries from `first` on.
+  static at::Tensor forward(Context* context, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                            const at::Tensor& run, int64_t first, double scale) {
+    const auto [o, log_sum_exp] = at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, /*is_causal=*/false,
+                                                                                  mask_for(q, run, first), scale);
+    context->save_for_backward({q, k, v, o, log_sum_exp, run});
+    context->saved_data["first"] = first;
+    context->saved_data["scale"] = scale;
+    return o;
+  }
+
+  static std::vector<at::Tensor> backward(Context* context, const std::vector<at::Tensor>& gradients) {
+    const auto saved = context->get_saved_variables();
+    const at::Tensor &q = saved[0], &k = saved[1], &v = saved[2], &o = saved[3], &log_sum_exp = saved[4];
+    const auto [of_q, of_k, of_v] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
+        gradients[0], q, k, v, o, log_sum_exp, 0.0, /*is_causal=*/false,
+        mask_for(q, saved[5], context->saved_data["first"].toInt()), context->saved_data["scale"].toDouble());
+    return {of_q, of_k, of_v, at::Tensor(), at::Tensor(), at::Tensor()};
+  }
+
+ private:
+  static at::Tensor mask_for(const at::Tensor& q, const at::Tensor& run, int64_t first) {
+    const MaskRun part = run_from(run.const_data_ptr<int64_t>(), run.size(0)).part(first, q.size(2));
+    return mask_of(part, hull_of(part), q.scalar_type());
+  }
+};
+
 }  // namespace
 
 at::Tensor masked_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& runs) {
@@ -88,12 +126,12 @@ at::Tensor masked_attention(const at::Tensor& q, const at::Tensor& k, const at::
         outputs.push_back(nothing_of(count));
         continue;
       }
-      const MaskRun part = run.part(from, count);
-      const std::vector<KeyRange> hull = hull_of(part);
-      const at::Tensor o = at::scaled_dot_product_attention(
-          by_head(queries, {{.first = first_query, .end = first_query + count}}), by_head(keys, hull),
-          by_head(values, hull), moves ? std::optional(mask_of(part, hull, q.scalar_type())) : std::nullopt, 0.0,
-          /*is_causal=*/false, 1 / std::sqrt(static_cast<double>(q.size(2))));
+      const std::vector<KeyRange> hull = hull_of(run.part(from, count));
+      const at::Tensor q_part = by_head(queries, {{.first = first_query, .end = first_query + count}}),
+                       k_part = by_head(keys, hull), v_part = by_head(values, hull);
+      const at::Tensor o =
+          moves ? PartlySeen::apply(q_part, k_part, v_part, runs[r], from, scale_of(q))
+                : at::scaled_dot_product_attention(q_part, k_part, v_part, {}, 0.0, /*is_causal=*/false, scale_of(q));
       outputs.push_back(o.squeeze(0).transpose(0, 1));
     }
   }

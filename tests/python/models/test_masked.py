@@ -143,6 +143,20 @@ def test_other_ways_to_call_it(way: Callable[..., Callable[..., Tensor]]) -> Non
         torch.testing.assert_close(gradients(out, inputs), gradients(expected, inputs), rtol=1e-12, atol=1e-12)
 
 
+def test_no_long_sequence_has_all_its_scores_kept() -> None:
+    """What is kept until the backward pass grows with the tokens, and not with their square."""
+    kept = {}
+    for num_tokens in (1000, 2000):
+        inputs, attend, held = tensors(num_tokens), MaskedAttention([num_tokens], ["causal"]), {}
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: held.update({t.untyped_storage().data_ptr(): t}) or t,  # type: ignore[func-returns-value] # noqa: B023
+            lambda t: t,
+        ):
+            attend(*inputs)
+        kept[num_tokens] = sum(t.untyped_storage().nbytes() for t in held.values())
+    assert kept[2000] < 2.2 * kept[1000]
+
+
 def test_without_tokens_or_heads_every_input_stays_in_the_graph() -> None:
     for lens, heads in (([0], 4), ([6], 0)):
         q, k, v = (torch.randn(sum(lens), heads, 8, requires_grad=True) for _ in range(3))
