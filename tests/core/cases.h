@@ -29,9 +29,8 @@ inline Plan balanced(PlanInput input, Effort effort = {}) { return make_plan(std
 inline double step_s(const Plan& plan) { return predict_step(plan).total_s(); }
 /// Of a block, in the replica where it takes the longest.
 inline double max_block_s(const Plan& plan) {
-  double max_s = 0;
-  for (const ReplicaTime& replica : predict_step(plan).replicas) max_s = std::max(max_s, replica.block_s);
-  return max_s;
+  const StepTime time = predict_step(plan);
+  return std::ranges::max(time.replica_block_s);
 }
 /// Of the blocks alone, over the work divided evenly.
 inline double block_loss(const Plan& plan) {

@@ -314,7 +314,7 @@ StepTime predict_step(const Plan& plan, std::span<const RankCompute> measured) {
     const double route_s = route_s_of(std::span(loads).subspan(begin, num_ranks), token_bytes, cluster, passes.routes);
     const double block_s = slowest.blocks_s();
     const double step_s = fsdp.step_s(block_s) + route_s;
-    out.replicas.push_back({.block_s = block_s, .route_s = route_s, .step_s = step_s});
+    out.replica_block_s.push_back(block_s);
     if (step_s <= slowest_s) continue;
     slowest_s = step_s;
     out.token_s = slowest.token_s * model.num_blocks;

@@ -100,13 +100,6 @@ struct RankTime {
   double block_s = 0;  // of a block in the group, all passes
 };
 
-/// The times of one replica: blocks, route and FSDP.
-struct ReplicaTime {
-  double block_s = 0;  // of the slowest group, all passes
-  double route_s = 0;
-  double step_s = 0;  // without the fixed time
-};
-
 /// Terms of a step, in seconds: of the slowest replica, and there of the slowest group. All prints of them derive from
 /// this list.
 struct StepTerms {
@@ -152,7 +145,7 @@ struct StepTime : StepTerms {
   double fsdp_bytes = 0;
 
   std::vector<RankTime> ranks;
-  std::vector<ReplicaTime> replicas;
+  std::vector<double> replica_block_s;  // per replica, of a block in its slowest group, all passes
 };
 
 /// Seconds that one rank computes in one block's forward pass: measured, in place of work over rate.
@@ -184,7 +177,7 @@ AccumulatedTime predict_accumulated(const StepPlan& plan);
 /// The time of a replica's step with a block of `block_s`, all passes: blocks, FSDP and route. Grows with both
 /// arguments.
 double replica_step_s(const PlanInput& input, double block_s, double route_s);
-/// The time of a step without route and the fixed time. `block_s`: a replica's blocks (ReplicaTime::block_s), by
+/// The time of a step without route and the fixed time. `block_s`: a replica's blocks (StepTime::replica_block_s), by
 /// micro-batch.
 double accumulated_s(const StepInput& input, std::span<const double> block_s);
 

@@ -349,10 +349,9 @@ TEST(StepTime, AStepTakesWhatItsSlowestReplicaTakes) {
   const PlanInput in = input_of({{100}, {}, {300}, {}}, "g2n1");
   const Plan plan(in, "any", {at(0, 0, 2), at(1, 2, 2)});
   const StepTime step = predict_on(plan, round_hardware(), small_model());
-  ASSERT_EQ(step.replicas.size(), 2u);
-  EXPECT_LT(step.replicas[0].step_s, step.replicas[1].step_s);
-  EXPECT_DOUBLE_EQ(step.total_s(), step.replicas[1].step_s);
-  EXPECT_DOUBLE_EQ(step.route_s, step.replicas[1].route_s);
+  ASSERT_EQ(step.replica_block_s.size(), 2u);
+  EXPECT_LT(step.replica_block_s[0], step.replica_block_s[1]);
+  EXPECT_DOUBLE_EQ(step.blocks_s(), 3 * step.replica_block_s[1]);
 }
 
 TEST(StepTime, BytesAreThoseOfEveryChunkToEveryPeer) {

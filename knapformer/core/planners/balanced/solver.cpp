@@ -133,7 +133,7 @@ class ReplicaSolver {
 Plan better_of(Plan a, Plan b) {
   const auto judged = [](const Plan& plan) {
     const StepTime time = predict_step(plan);
-    const double block_s = std::ranges::max_element(time.replicas, {}, &ReplicaTime::block_s)->block_s;
+    const double block_s = std::ranges::max(time.replica_block_s);
     return std::pair(!plan.keeps_limit(), plan.topology().is_flat() ? block_s : time.total_s());
   };
   return judged(b) < judged(a) ? b : a;

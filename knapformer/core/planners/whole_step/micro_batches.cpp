@@ -117,7 +117,7 @@ class StepSolver {
     bool is_good = is_kept;
     for (int32_t r = 0; r < plan.topology().num_replicas() && is_good; ++r) {
       const double least_s = std::max(level_s, replica_lower_bound_s(plan.input(), plan.topology(), r));
-      is_good = time.replicas[r].block_s <= least_s * tolerance;
+      is_good = time.replica_block_s[r] <= least_s * tolerance;
     }
     if (is_good) return plan;
     std::optional<Plan> other = plan_within_limit(plan.input(), solver_, effort_);
@@ -233,7 +233,7 @@ bool StepSolver::consider_sums(const PlanInput& all) {
     consider_cut(*sums, std::vector<int32_t>(order.size(), last), kLonger);
   }
   const StepTime time = predict_step(*sums);
-  const double block_s = std::ranges::max(time.replicas, {}, &ReplicaTime::block_s).block_s;
+  const double block_s = std::ranges::max(time.replica_block_s);
   return best_ && block_s <= kHardly * blocks_lower_bound_s(input_);
 }
 

@@ -28,7 +28,7 @@ TEST(PlacementTrees, AGroupTakesNoLongerThanTheClockSays) {
       PlacementTrees trees(in, replica);
       for (const TreeItem& item : trees.items()) trees.add(item, trees.node_of(placements[item.id.index()]));
       trees.update_all();
-      const double clock_s = trees.slowest() * trees.unit_s(), predicted_s = time.replicas[replica].block_s;
+      const double clock_s = trees.slowest() * trees.unit_s(), predicted_s = time.replica_block_s[replica];
       EXPECT_GE(clock_s, predicted_s * (1 - 1e-5)) << "seed " << seed;
       clock_sum += clock_s;
       predicted_sum += predicted_s;

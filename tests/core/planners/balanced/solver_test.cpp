@@ -146,7 +146,7 @@ TEST(BalancedSolver, EveryReplicaIsSolvedForItself) {
     const SequenceLengths lens = seed % 2 == 0 ? five_lengths(seed, 8, 3) : five_lengths(seed, 8, 1);
     for (int32_t r = 0; r < 8; ++r) all.emplace_back(lens.lens(Rank(r)).begin(), lens.lens(Rank(r)).end());
     PlanInput in{.seq_lens = lens, .topology = Topology::parse("g8/4/2/1n1", 8), .d_model = 3072, .workload = {}};
-    alone.push_back(predict_step(balanced(in)).replicas[0].block_s);
+    alone.push_back(predict_step(balanced(in)).replica_block_s[0]);
   }
   const PlanInput in = {.seq_lens = SequenceLengths::from_lists(all),
                         .topology = Topology::parse("g8/4/2/1n1", 48),
@@ -156,7 +156,7 @@ TEST(BalancedSolver, EveryReplicaIsSolvedForItself) {
   plan.validate();
   const StepTime time = predict_step(plan);
   for (size_t i = 0; i < alone.size(); ++i)
-    EXPECT_NEAR(time.replicas[i].block_s, alone[i], 1e-12 * alone[i]) << "replica " << i;
+    EXPECT_NEAR(time.replica_block_s[i], alone[i], 1e-12 * alone[i]) << "replica " << i;
 }
 
 TEST(BalancedSolver, KeepsALimitOfTokensOrSaysByHowMuchItCannot) {
