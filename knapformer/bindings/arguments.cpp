@@ -121,6 +121,8 @@ PlanInput settings_from(py::handle cost, py::handle max_tokens_per_rank) {
   input.model = model_from(cost.attr("model"));
   input.rank_speed = numbers_from(cost.attr("rank_speed"), "rank_speed");
   input.max_tokens_per_rank = integer_from(max_tokens_per_rank, "max_tokens_per_rank");
+  const auto heads = integer_from<int32_t>(cost.attr("num_heads"), "num_heads");
+  if (heads != 0) input.model.num_heads = heads;
   return input;
 }
 

@@ -19,6 +19,7 @@ class CostSettings(TypedDict, total=False):
     rank_speed: Sequence[float]
     cluster: Cluster | str | None
     model: TrainedModel | None
+    num_heads: int
     sync: str
     effort: int | str | None
 
@@ -29,7 +30,7 @@ class Cost:
 
         cost = knapformer.Cost(d_model=3072, gamma=knapformer.Calibration.load("calibration.json"), cluster="h100")
         sampler = knapformer.BalancedBatchSampler(lengths, cost, batch_size=4)
-        plan = knapformer.plan(seq_lens_per_rank, "g1n8", cost, sync="step")
+        plan = knapformer.plan(seq_lens_per_rank, "g1n8", cost, num_heads=24)
 
     Each takes such an object, or its fields as keyword arguments, or both: then the keyword arguments replace fields.
 
@@ -38,7 +39,8 @@ class Cost:
     mask: the attention mask of all sequences (see `attention_pairs`).
     rank_speed: per rank, relative. Empty: all are equal.
     cluster: a `Cluster`, or the name of one. None: the default.
-    model: None: the default `TrainedModel`. Where the number of a group's ranks does not divide its num_heads, some
+    model: None: the default `TrainedModel`.
+    num_heads: in place of the model's; 0: the model's. Where the number of a group's ranks does not divide it, some
         ranks have more attention to compute.
     sync: with several micro-batches, where ranks wait for each other: in every 'micro_batch' (FSDP2, ZeRO-3) or once,
         at the end of the 'step' (DDP, ZeRO-1 and 2 with no_sync).
@@ -52,6 +54,7 @@ class Cost:
     rank_speed: Sequence[float] = ()
     cluster: Cluster | str | None = None
     model: TrainedModel | None = None
+    num_heads: int = 0
     sync: str = "micro_batch"
     effort: int | str | None = None
 

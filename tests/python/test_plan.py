@@ -81,6 +81,7 @@ def test_a_data_mix_can_be_pickled() -> None:
         ("mask", {"masks": "star"}),
         ("max_tokens_per_rank", {"max_tokens_per_rank": 5}),
         ("rank_speed", {"rank_speed": [1.0]}),
+        ("num_heads", {"topology": "auto", "num_heads": -1}),
         ("seq_lens", {"seq_lens_per_rank": [[1, 0], [2]]}),
         ("topology", {"seq_lens_per_rank": []}),
     ],
@@ -113,6 +114,8 @@ def test_errors_name_the_argument(argument, change):
         ("rank_speed", {"rank_speed": 1.0}, "1.0"),
         ("rank_speed[1]", {"rank_speed": [1.0, "fast"]}, "'fast'"),
         ("cluster", {"cluster": "fast"}, "'fast'"),
+        ("num_heads", {"num_heads": 2**40}, str(2**40)),
+        ("num_heads", {"num_heads": [8] * 100}, "an object of type list"),
     ],
 )
 def test_wrong_types_are_errors_of_one_line_that_name_the_argument(argument, change, got):
@@ -247,9 +250,12 @@ def test_what_would_leave_the_range_of_numbers_is_refused() -> None:
 
 def test_heads_that_bags_do_not_divide_are_planned_and_priced() -> None:
     for topology in ("g2n2", "g4/2/1n1", "g1n2+g2n1", "auto"):
-        made = kf.plan([[8], [4], [], []], topology, d_model=16, model=kf.TrainedModel(num_heads=3))
-        assert made.model.num_heads == 3
-    uneven, even = (kf.plan([[9000], []], "g2n1", d_model=16, model=kf.TrainedModel(num_heads=n)) for n in (3, 4))
+        given = kf.plan([[8], [4], [], []], topology, d_model=16, num_heads=3)
+        assert given == kf.plan([[8], [4], [], []], topology, d_model=16, model=kf.TrainedModel(num_heads=3))
+        assert given.model.num_heads == 3
+        with pytest.raises(kf.ArgumentError, match="num_heads: got -1"):
+            kf.plan([[8], [4], [], []], topology, d_model=16, num_heads=-1)
+    uneven, even = (kf.plan([[9000], []], "g2n1", d_model=16, num_heads=n) for n in (3, 4))
     assert uneven.max_over_mean_after > 1.2 > 1.001 > even.max_over_mean_after
 
 

@@ -305,6 +305,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "effort": ({"effort": "low"}, "effort: got "),
     "mask": ({"mask": "causal"}, "mask: got "),
     "cluster_name": ({"cluster": "cpu"}, "cluster.flops_per_s: got "),
+    "num_heads": ({"num_heads": 12}, "model.num_heads: got "),
     "rank_speed": ({"rank_speed": [1, 0.5]}, "rank_speed: got "),
     "max_tokens_per_rank": ({"max_tokens_per_rank": 9}, "max_tokens_per_rank: got "),
     "bad_rank_speed": ({"rank_speed": [1, 2, 3]}, "rank_speed: got 3 "),
@@ -323,6 +324,8 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "cluster_text": ({"cluster": "fast"}, "cluster: got 'fast', expected one of 'h100'"),
     "cluster_number": ({"cluster": 5}, "cluster: got 5, expected a Cluster"),
     "model_text": ({"model": "flux"}, "model: got 'flux', expected a TrainedModel"),
+    "heads_fraction": ({"num_heads": 2.5}, "num_heads: got 2.5, expected an integer"),
+    "heads_negative": ({"num_heads": -1}, "num_heads: got -1"),
     "rank_speed_number": ({"rank_speed": 3}, "rank_speed: got 3, expected a list"),
     "limit_fraction": ({"max_tokens_per_rank": 9.5}, "max_tokens_per_rank: got 9.5, expected"),
 }

@@ -121,7 +121,7 @@ def test_a_plan_says_how_queries_are_cut() -> None:
     assert plan([[100], []], "g2n1", d_model=12, model=TrainedModel(num_heads=4, cuts_queries=True)).query_parts == {
         2: 1
     }
-    assert plan([[100], []], "g2n1", d_model=12, model=TrainedModel(num_heads=3)).query_parts == {}
+    assert plan([[100], []], "g2n1", d_model=12, num_heads=3).query_parts == {}
 
 
 @pytest.mark.parametrize("heads", [1, 5, 12, 24])

@@ -38,6 +38,7 @@ OTHER = {
     "rank_speed": ([1.0, 1.0, 0.9999999], {}),
     "cluster": (Cluster(flops_per_s=298000000000001.0), {"cluster": Cluster()}),
     "model": (TrainedModel(num_parameters=12000000001.0), {"model": TrainedModel()}),
+    "num_heads": (8, {}),
     "sync": ("step", {}),
     "effort": ("high", {}),
 }

@@ -357,12 +357,12 @@ def test_rows_left_out_come_first_and_in_the_exit_status_if_they_are_many(tmp_pa
 
 def test_the_verdict_speaks_to_somebody_who_has_read_nothing_else(tmp_path, capsys):
     text = printed(capsys, "--data", "mixed", "--steps", 3)
-    advice = "Take the balancer in the model, with long samples shared by up to 8 ranks: training flux on 32 ranks is"
+    advice = "Take the balancer in the model, with long samples shared by up to 4 ranks: training flux on 32 ranks is"
     assert text.startswith(f"{advice} then 2.")
-    code = 'knapformer.balance(transformer, knapformer.SequenceBalancer("g8/4/2/1n4", max_tokens_per_rank=144045))'
+    code = 'knapformer.balance(transformer, knapformer.SequenceBalancer("g4/2/1n8", max_tokens_per_rank=144045))'
     model = "diffusers' FluxTransformer2DModel"
     assert f"What to change: {code}, where transformer is {model}; then call it with a list of samples. " in text
-    assert "bags" not in text and text.count("g8/") == 1
+    assert "bags" not in text and text.count("g4/") == 1
     assert "57 blocks, 1.2e+10 parameters, 24 heads; training;" in text
     assert "Model: flux, the default of --model, of width 3072." in text
     clips = file_of(tmp_path / "clips.csv", "width,height,frames\n" + "832,480,81\n512,512,17\n" * 9)
