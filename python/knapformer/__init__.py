@@ -22,10 +22,11 @@ from knapformer._core import (
     TrainedModel,
     WorkloadModel,
 )
-from knapformer.calibration import Calibration, WorkloadFit, fit_workload
+from knapformer.calibration import Calibration
 from knapformer.cost import Cost
 from knapformer.lengths_log import record
 from knapformer.planning import attention_pairs, plan, plan_home, predict_step, rank_topologies, solver_names
+from knapformer.workload_fit import WorkloadFit, fit_workload
 
 if TYPE_CHECKING:
     from knapformer.adapters.balance import balance, unbalance

@@ -20,7 +20,8 @@ import knapformer._torch as _torch
 from knapformer._core import ArgumentError, Plan
 from knapformer._torch import PlanningAhead, Samples, Step
 from knapformer.cost import Cost, CostSettings
-from knapformer.groups import bag_group, cpu_group, node_topology
+from knapformer.groups import bag_group, cpu_group
+from knapformer.nodes import node_topology
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

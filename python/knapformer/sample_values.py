@@ -1,5 +1,4 @@
-"""What is known of every sample (lengths, shapes, work, masks), the order in which an epoch goes through samples, and
-checks of numbers that users give. Needs torch."""
+"""What is known of every sample (lengths, shapes, work, masks), and checks of numbers that users give. Needs torch."""
 
 from __future__ import annotations
 
@@ -8,8 +7,6 @@ import operator
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -117,37 +114,3 @@ def integer(name: str, value: Any, low: int, high: int | None = None, of: str = 
     if number < low or (high is not None and number > high):
         raise ArgumentError(f"{name}: got {of}{number}, expected {expected}")
     return number
-
-
-@dataclass(frozen=True)
-class EpochOrder:
-    """The same on all ranks."""
-
-    num_samples: int  # of an epoch
-    shuffle: bool
-    seed: int
-    repeats: Tensor | None  # how often each stands in an epoch
-    weights: Tensor | None  # by which samples are drawn
-
-    def of(self, epoch: int) -> Tensor:
-        """The indices of an epoch's samples."""
-        generator = torch.Generator().manual_seed(self.seed + epoch)
-        if self.weights is not None:
-            ends = self.weights.cumsum(0)
-            # torch.multinomial takes at most 2^24 weights
-            drawn = torch.rand(self.num_samples, dtype=torch.float64, generator=generator) * ends[-1:]
-            return torch.searchsorted(ends, drawn, right=True)
-        count = self.num_samples
-        order = torch.randperm(count, generator=generator) if self.shuffle else torch.arange(count)
-        return order if self.repeats is None else torch.repeat_interleave(self.repeats)[order]
-
-    @cached_property
-    def state(self) -> dict[str, int]:
-        """What the order depends on, beside the epoch."""
-        drawn = self.repeats if self.weights is None else self.weights
-        return {
-            "seed": self.seed,
-            "shuffle": int(self.shuffle),
-            "num_samples": self.num_samples,
-            "repeats_and_weights": 0 if drawn is None else int(described(drawn).split()[-1], 16),
-        }

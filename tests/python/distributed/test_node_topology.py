@@ -7,11 +7,11 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from knapformer.groups import node_topology
+from knapformer.nodes import node_topology
 from ranks import run_ranks
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from knapformer import ArgumentError, SequenceBalancer, groups
+from knapformer import ArgumentError, SequenceBalancer, nodes
 
 EXPECTED = {"2": "g2/1n2", "4": "g4/2/1n1", "1": "g1n4", "3": None}
 
@@ -82,7 +82,7 @@ def test_more_ranks_than_a_node_has_accelerators(
     on_accelerators: bool, no_launcher: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backends = {"cuda": "nccl"} if on_accelerators else {}
-    monkeypatch.setattr("knapformer.groups.accelerator_backends", lambda group: backends)
+    monkeypatch.setattr("knapformer.nodes.accelerator_backends", lambda group: backends)
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 4)
     found = _topology_of_8()
     assert ("sees 4 accelerators, expected LOCAL_WORLD_SIZE" in found) == on_accelerators
@@ -91,7 +91,7 @@ def test_more_ranks_than_a_node_has_accelerators(
 
 @pytest.fixture
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for launcher in groups._LAUNCHERS:
+    for launcher in nodes._LAUNCHERS:
         for name in filter(None, launcher):
             monkeypatch.delenv(name, raising=False)
 
