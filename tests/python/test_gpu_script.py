@@ -21,9 +21,9 @@ def run(out: Path, *arguments: str) -> tuple[int, str, dict[str, Any]]:
 
 
 def test_items_write_their_figures(tmp_path: Path) -> None:
-    status, output, found = run(tmp_path, "packing", "waits", "step", "memory")
+    status, output, found = run(tmp_path, "packing", "waits", "step", "memory", "kernels")
     assert status == 0, output
-    assert list(found["items"]) == ["packing", "waits", "step", "memory"]
+    assert list(found["items"]) == ["packing", "waits", "step", "memory", "kernels"]
     figures = {(row["item"], row["what"]): row for row in found["figures"]}
     bits = figures["packing", "20 plans, forward and backward: other bits than the CPU"]
     assert (bits["value"], bits["met"], bits["must"]) == (0, True, True)
