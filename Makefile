@@ -1,7 +1,7 @@
 # The README's two commands are `make demo` and `make test`; both set up what they need in .venv first.
 #
 #   make demo       the training simulator on 2 local ranks: without a balancer, with one, and steps planned whole
-#   make test       every test, C++ and Python
+#   make test       every test but those of `make nightly`, C++ and Python
 #   make sanitize   the C++ tests under the address and undefined-behaviour sanitizers; SANITIZE_TORCH=OFF: the core's
 #   make sanitize-threads  C++ tests of the torch layer, whose ranks are threads, under the thread sanitizer
 #   make coverage   lines of the torch layer and of Python that no test runs

@@ -64,9 +64,9 @@ def rank_topologies(
 ) -> list[TopologyOption]:
     """Topologies for a sample of batches, best predicted time first, with reasons.
 
-    They are flat and nested bags of up to two of the cluster's nodes, planned by the default solver. Of topologies
-    within a thousandth of the time, the one that exchanges less comes first. Topologies that cannot keep
-    max_tokens_per_rank come last, with an infinite predicted_time.
+    They are flat and nested bags of up to two nodes' ranks, or more where a sequence needs them, planned by the default
+    solver. Of topologies within a thousandth of the time, the one that exchanges less comes first. Topologies that
+    cannot keep max_tokens_per_rank come last, with an infinite predicted_time.
 
     batches: of each, for each rank a list of lengths, in tokens. masks, work: lists like `batches`, of texts and of
     numbers. The other arguments are as in `plan`; effort and sync have no effect. Raises ArgumentError.

@@ -46,6 +46,10 @@ _MEANING_OF = {name: meaning for meaning, names in _NAMES.items() for name in na
 _TRAINED = ("train_resolution", "target_size", "bucket_frames")
 
 
+class BadRowError(Exception):
+    """Says why a row cannot be used."""
+
+
 @dataclass
 class Samples:
     """What a file held.
@@ -76,8 +80,8 @@ class Samples:
 
 
 class Columns:
-    """What the columns of a table hold. Raises ArgumentError where that is ambiguous, a plain ValueError where it does
-    not suffice.
+    """What the columns of a table hold. Raises ArgumentError where that is ambiguous, BadRowError where it does not
+    suffice.
 
     names: of the values of a row. preset: turns sizes into tokens; None where rows must have lengths. given: the
     columns to read, by what they hold; empty: those with known names.
@@ -92,7 +96,7 @@ class Columns:
         has_size = preset is not None and ("size" in found or found.keys() >= {"width", "height"})
         if "length" not in found and not has_size:
             sizes = "" if preset is None else ", or of widths and heights in pixels"
-            raise ValueError(
+            raise BadRowError(
                 f"columns: got {_quoted(names)}, expected a column of lengths in tokens{sizes}; name them with "
                 "--columns length=NAME or width=NAME,height=NAME,frames=NAME,text=NAME; values are separated by ',', "
                 "or by tabs in .tsv files"
@@ -116,9 +120,9 @@ class Columns:
     def tokens(self, row: Mapping[str | None, Any]) -> int:
         """A MaskedLength where the row has a mask. row: under None, what it has beyond its columns.
 
-        Raises a plain ValueError for a row that cannot be used, ArgumentError for videos of a model of pictures."""
+        Raises BadRowError for a row that cannot be used, ArgumentError for videos of a model of pictures."""
         if any(row.get(None, ())):
-            raise ValueError("got more values than columns: a comma in a value needs quotes")
+            raise BadRowError("got more values than columns: a comma in a value needs quotes")
         value = {meaning: row[name] for meaning, name in self._found.items()}
         return _with_mask(self._tokens(value), value.get("mask"))
 
@@ -164,9 +168,7 @@ def read_samples(path: str, preset: Preset | None, columns: Mapping[str, str] | 
                     samples.lengths += itertools.chain.from_iterable(samples.steps[-1])
                 else:
                     samples.lengths.append(length_of(value))
-            except ArgumentError:
-                raise
-            except ValueError as error:
+            except BadRowError as error:
                 samples.bad_rows += 1
                 samples.first_bad = samples.first_bad or f"row {number}: {error}"
     if not samples.lengths and not samples.steps:
@@ -181,17 +183,15 @@ def read_samples(path: str, preset: Preset | None, columns: Mapping[str, str] | 
 def _step(step: list[Any], samples: Samples, length_of: Callable[[Any], int]) -> list[list[int]]:
     """A batch as it was drawn: for each rank a list of lengths, or of objects."""
     if not step or not all(isinstance(lens, list) for lens in step):
-        raise ValueError("got a list, expected a list of lengths for each rank")
+        raise BadRowError("got a list, expected a list of lengths for each rank")
     if samples.steps and len(step) != len(samples.steps[0]):
-        raise ValueError(f"got {len(step)} ranks, expected {len(samples.steps[0])}, as the first step has")
+        raise BadRowError(f"got {len(step)} ranks, expected {len(samples.steps[0])}, as the first step has")
     checked: list[list[int]] = []
     try:
         for lens in step:
             checked.append(list(map(length_of, lens)))
-    except ArgumentError:
-        raise
-    except ValueError as error:
-        raise ValueError(f"rank {len(checked)}: {error}") from None
+    except BadRowError as error:
+        raise BadRowError(f"rank {len(checked)}: {error}") from None
     return checked
 
 
@@ -349,7 +349,7 @@ def _size(value: Any) -> list[int]:
         inner = re.fullmatch(r"\s*[(\[](.*)[)\]]\s*", value)
         parts = re.split("[xX\u00d7]", value) if inner is None else inner[1].split(",")
     if not isinstance(parts, list | tuple) or len(parts) != 2:
-        raise ValueError(f"size: got {value!r}, expected WIDTHxHEIGHT or [width, height]")
+        raise BadRowError(f"size: got {value!r}, expected WIDTHxHEIGHT or [width, height]")
     return [_integer(part, "size", least=1) for part in parts]
 
 
@@ -360,9 +360,9 @@ def _integer(value: Any, what: str, least: int | None = None) -> int:
         with contextlib.suppress(TypeError, ValueError):
             number = float(value)
         if isinstance(value, bool) or not isinstance(number, float) or not number.is_integer():
-            raise ValueError(f"{what}: got {value!r}, expected an integer")
+            raise BadRowError(f"{what}: got {value!r}, expected an integer")
     if least is not None and number < least:
-        raise ValueError(f"{what}: got {int(number)}, expected at least {least}")
+        raise BadRowError(f"{what}: got {int(number)}, expected at least {least}")
     return int(number)
 
 
@@ -370,7 +370,7 @@ def _positive(value: Any, what: str) -> float:
     with contextlib.suppress(TypeError, ValueError):
         if math.isfinite(number := float(value)) and number > 0:
             return number
-    raise ValueError(f"{what}: got {value!r}, expected a number above 0")
+    raise BadRowError(f"{what}: got {value!r}, expected a number above 0")
 
 
 def _with_mask(tokens: int, mask: Any) -> int:
@@ -378,14 +378,14 @@ def _with_mask(tokens: int, mask: Any) -> int:
     if mask in ("", None):
         return tokens
     if not isinstance(mask, str):
-        raise ValueError(f"mask: got {type(mask).__name__}, expected a text")
+        raise BadRowError(f"mask: got {type(mask).__name__}, expected a text")
     try:
         return MaskedLength(tokens, mask.strip())
     except ArgumentError as error:
-        raise ValueError(str(error)) from None
+        raise BadRowError(str(error)) from None
 
 
 def _tokens(length: Any) -> int:
     if not 1 <= (tokens := _integer(length, "length")) <= MAX_SEQUENCE_TOKENS:
-        raise ValueError(f"got {tokens} tokens, expected 1 to {MAX_SEQUENCE_TOKENS}")
+        raise BadRowError(f"got {tokens} tokens, expected 1 to {MAX_SEQUENCE_TOKENS}")
     return tokens
