@@ -10,6 +10,7 @@ forward pass on the cluster of bench_solvers.py, which also measures them, from 
     given     `time` where each rank's list is cut into K parts in its order, and each part is planned by itself
     exchanged fraction of the tokens that leave their rank in each all-to-all of attention
     tokens    the most of any rank in any micro-batch, over the mean of a rank and micro-batch
+    default   a step planned for the default cluster and an unrouted model, predicted, over its ideal time
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from knapformer.tools.ways import micro_batches_of_step
 import knapformer
 
 NUM_RANKS, TOPOLOGY = 32, "g8/4/2/1n4"
-NAMES = ("time", "bound", "given", "exchanged", "tokens")
+NAMES = ("time", "bound", "given", "exchanged", "tokens", "default")
 
 
 def step_of(mix: str, seed: int, num_micro_batches: int) -> Lengths:
@@ -66,6 +67,10 @@ def main() -> None:
                 for seed in range(args.seeds):
                     step = step_of(mix, seed, k)
                     plan = planned(step, effort=args.effort, micro_batches=k)
+                    default = knapformer.plan(
+                        step, TOPOLOGY, d_model=D_MODEL, gamma=gamma, effort=args.effort, micro_batches=k,
+                        model=knapformer.TrainedModel(routed=False),
+                    )  # fmt: skip
                     ideal_s = total_work(step, gamma) / NUM_RANKS / CLUSTER.flops_per_s
                     given = [planned(part, effort="low") for part in micro_batches_of_step(step, k)]
                     figures.append((
@@ -74,6 +79,7 @@ def main() -> None:
                         over_ideal(given, gamma),
                         plan.exchanged_fraction,
                         plan.max_tokens * NUM_RANKS * k / plan.num_tokens,
+                        default.predicted_time / default.ideal_time,
                     ))  # fmt: skip
                 means = dict(zip(NAMES, map(statistics.fmean, zip(*figures, strict=True)), strict=True))
                 rows.append({"mix": mix, "gamma": gamma, "micro_batches": k, **means})

@@ -8,6 +8,7 @@
     losing    data where balancing has nothing to gain: what it costs there
     caps      samples longer than a rank can hold
     parts     planning without a part of the planner, or without overlap, on the workloads of bench_solvers.py
+    clips     a clip longer than the ranks that heads alone can share it over, on the default cluster
 
 Figures are means over steps of the published mixes and of made-up lengths, on 32 ranks. The cost model predicts the
 times (docs/cluster_model.md), with the default cluster, but (`parts` aside) without its fixed time of a step, and with
@@ -196,12 +197,36 @@ def parts_rows(_: int) -> list[dict[str, object]]:
     return rows
 
 
+def clips_rows(num_steps: int) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = []
+    for clip, ranks, heads in (
+        (250_000, 32, 24),
+        (500_000, 32, 24),
+        (1_000_000, 64, 24),
+        *((250_000, 8, n) for n in (12, 30, 32)),
+    ):
+        topology = "g" + "/".join(str(ranks >> i) for i in range(ranks.bit_length())) + "n1"
+        over: dict[bool, list[float]] = {False: [], True: []}
+        for seed in range(num_steps):
+            draw = random.Random(seed)
+            lengths = [[draw.randint(1024, 16_384) for _ in range(4)] + [clip] * (rank == 0) for rank in range(ranks)]
+            for cuts_queries, of in over.items():
+                model = knapformer.TrainedModel(num_heads=heads, cuts_queries=cuts_queries)
+                plan = knapformer.plan(lengths, topology, d_model=D_MODEL, model=model)
+                of.append(knapformer.predict_step(plan).over_ideal)
+        row = {"heads alone": statistics.fmean(over[False]), "heads x queries": statistics.fmean(over[True])}
+        rows.append({"clip": clip, "ranks": ranks, "heads": heads, **row})
+        print(f"| {clip:,} | {topology} | {heads} | {cells_of(row)} |", flush=True)
+    return rows
+
+
 PARTS = {
     "gamma": (gamma_rows, "mix, micro-batches, topology; for each true gamma the cost of planning at 0.25/0.41/1.0"),
     "network": (network_rows, "mix, micro-batches, network; alternatives of doctor"),
     "losing": (losing_rows, "data; the same, and the balancer with a topology that is not chosen for the data"),
     "caps": (caps_rows, "tokens that a rank holds, micro-batches; sampler, bags"),
     "parts": (parts_rows, "workload; saved by annealing, uneven chunks, overlap; gap"),
+    "clips": (clips_rows, "tokens, topology, heads; step over ideal by heads alone, by heads x queries"),
 }
 
 
