@@ -1,5 +1,5 @@
-// Step time: the time of a plan's step, by phase. This is the only cost model: planners minimise it, and predictions,
-// reports and timelines print it.
+// Step time: the time of a plan's step, by phase. This is the only cost model: planners minimise it, and predictions
+// and reports print it.
 //
 // All blocks are alike, so one stands for all. A forward pass over a block on one rank is
 //

@@ -3,7 +3,7 @@
 // Where the tokens lie. A sequence is shared by a group of `degree` consecutive ranks of one bag, in contiguous chunks,
 // one for each rank of the group in rank order (a chunk may be empty: if the sequence has fewer tokens than ranks, or
 // if its chunks are uneven). A rank orders its chunks by (degree, sequence id): so the sequences of one degree are
-// contiguous rows, and in a flat bag the order is sequence order. Text, tables and attention all follow this order.
+// contiguous rows, and in a flat bag the order is sequence order. Plan files, tables and attention follow this order.
 //
 //   sequence 7, 10 tokens, degree 4, group at rank 8:   rank 8 [0,3)  rank 9 [3,6)  rank 10 [6,8)  rank 11 [8,10)
 #pragma once

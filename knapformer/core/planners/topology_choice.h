@@ -25,11 +25,11 @@ struct TopologyOption {
   std::string reason = {};
 };
 
-/// Flat and nested bags of up to two nodes' ranks, whose size divides a node's or is a multiple of it, or is that of
-/// the job; a job with fewer ranks than a node has is one node. The topology of a batch is ignored; all batches have
-/// one number of ranks and one cluster. The best comes first; among times within a thousandth, the one that exchanges
-/// fewer tokens, then the one with smaller bags. Topologies that cannot keep max_tokens_per_rank come last, the largest
-/// bags first. `solver`: as in make_plan. Throws ArgumentError.
+/// Flat and nested bags of up to two nodes' ranks, or more where a sequence needs them, whose size divides a node's or
+/// is a multiple of it, or is that of the job; a job with fewer ranks than a node has is one node. The topology of a
+/// batch is ignored; all batches have one number of ranks and one cluster. The best comes first; among times within a
+/// thousandth, the one that exchanges fewer tokens, then the one with smaller bags. Topologies that cannot keep
+/// max_tokens_per_rank come last, the largest bags first. `solver`: as in make_plan. Throws ArgumentError.
 std::vector<TopologyOption> rank_topologies(std::span<const PlanInput> batches, std::string_view solver);
 
 }  // namespace knapformer

@@ -11,8 +11,7 @@
 // A rank that leaves, because its balancer or its process ends, says how many calls it has come to: a rank that waits
 // in a later call raises. A process that is killed says nothing: its launcher ends the others, or the transport fails.
 //
-// A step in which all ranks have rows, without errors and long waits, does not ask the store. Nor does a host that
-// waits for an accelerator.
+// A step without errors and long waits does not ask the store. Nor does a host that waits for an accelerator.
 #pragma once
 
 #include <unistd.h>
