@@ -19,16 +19,11 @@ bool takes_masks(py::handle attend) {
   return PyFunction_Check(attend.ptr()) == 0 && py::bool_(py::getattr(attend, "takes_masks", py::bool_(false)));
 }
 
-/// Chooses the kernel of attention without `attend`, by the text of the mask of all sequences, None where they have
-/// several. Python sets it (knapformer/balancer.py).
-py::object& kernel_for() {
-  static auto* const hook = new py::object(py::none());  // never destroyed: the interpreter may have ended before
-  return *hook;
-}
-
+/// The kernel of attention without `attend`. Its module loads FlexAttention, so it is imported when it is used.
 py::object own_kernel(const Step& self) {
   const std::optional<Mask>& mask = self.common_mask();
-  return kernel_for()(mask ? py::cast(mask->str()) : py::none());
+  const py::object kernel_for = py::module_::import("knapformer.models.attention").attr("kernel_for");
+  return kernel_for(mask ? py::cast(mask->str()) : py::none());
 }
 
 /// Calls `attend` under the GIL, whether or not the caller holds it.
@@ -124,6 +119,7 @@ auto as_tuple(auto method) {
 void bind_step(py::module_& m) {
   py::class_<MaskTables, std::shared_ptr<MaskTables>>(m, "MaskTables", "What packed queries of attention see.")
       .def(py::init(&tables_of), py::arg("masks"), py::arg("seq_lens"), py::arg("parts") = py::none())
+      .def_readonly_static("block_size", &MaskTables::kBlockSize, "Queries, and keys, of a block.")
       .def_property_readonly("num_queries", [](const MaskTables& t) { return t.rows().num_queries; })
       .def_property_readonly("num_keys", [](const MaskTables& t) { return t.rows().num_keys; })
       .def_property_readonly("runs", &MaskTables::runs, "For masked_attention (masked_attention.h).")
@@ -137,7 +133,6 @@ void bind_step(py::module_& m) {
           "For FlexAttention: by range the first keys and ends of queries, and lists of blocks (masked_attention.h).");
   m.def("masked_attention", &masked_attention, py::call_guard<py::gil_scoped_release>(), py::arg("q"), py::arg("k"),
         py::arg("v"), py::arg("runs"), "Of tensors on the CPU, by MaskTables.runs (masked_attention.h).");
-  m.def("set_kernel_for", [](py::object choose) { kernel_for() = std::move(choose); }, py::arg("choose"));
   py::class_<Step> step(m, "Step", R"(A plan on this rank, with the tables and groups by which its tensors move.
 
 What balancer.step returns, and balancer.current. Its methods are those of SequenceBalancer, which go by the step in

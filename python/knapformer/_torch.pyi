@@ -1,4 +1,4 @@
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Final
 
@@ -18,6 +18,7 @@ class Samples:
     ) -> None: ...
 
 class MaskTables:
+    block_size: Final[int]
     num_queries: Final[int]
     num_keys: Final[int]
     runs: Final[Tensor]
@@ -68,6 +69,5 @@ class SequenceBalancer:
     def report(self, message: str) -> None: ...
 
 def refuse_balancer(group: ProcessGroup | None, message: str) -> None: ...
-def set_kernel_for(choose: Callable[[str | None], Any]) -> None: ...
 def release_groups() -> None: ...
 def timeout_of(group: ProcessGroup) -> timedelta: ...

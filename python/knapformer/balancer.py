@@ -33,16 +33,6 @@ Lengths: TypeAlias = Iterable[SupportsIndex] | Tensor
 Attend: TypeAlias = Callable[..., Tensor | tuple[Tensor, Tensor]]
 
 
-def _kernel_for(mask: str | None) -> Attend:
-    """The kernel of attention without `attend`. Its module loads FlexAttention, so it is imported when it is used."""
-    from knapformer.models.attention import kernel_for
-
-    return kernel_for(mask)
-
-
-_torch.set_kernel_for(_kernel_for)
-
-
 class SequenceBalancer(_torch.SequenceBalancer):
     """Balances the work of data-parallel ranks: tokens move at the start of the model, and back at its end.
 
@@ -274,8 +264,8 @@ class SequenceBalancer(_torch.SequenceBalancer):
         Sequences that are whole on this rank attend while the others travel, forward and backward. Where attend raises,
         the other ranks raise the error, too.
 
-        Collective over the ranks of this rank's bag: one all-to-all before attention and one after it, none where no
-        sequence of the bag is shared.
+        Collective over the ranks of this rank's bag: one all-to-all before attention, one more for each further stage
+        of keys, and one after it; none where no sequence of the bag is shared.
         """
         return super().watched(super().current_for("attention").attention(q, k, v, attend, mask))
 
@@ -300,9 +290,8 @@ class SequenceBalancer(_torch.SequenceBalancer):
         tokens_moved: by one route, all ranks; attention_tokens_moved: by each exchange of an attention, all ranks;
         bytes_sent, num_collectives: of this rank; planning_s: the plan and its tables; waiting_s: how long the host
         waited for other ranks in the balancer's collectives (with tensors on an accelerator the stream waits instead,
-        which does not count; the host of a rank without tokens waits there too); gamma, rank_speed: what the plan was
-        made with; given_model_error, learned_model_error: of the workload model against what was observed. Not
-        collective.
+        which does not count); gamma, rank_speed: what the plan was made with; given_model_error, learned_model_error:
+        of the workload model against what was observed. Not collective.
         """
         return {f"balancer/{name}": value for name, value in super().metrics().items()}
 

@@ -17,8 +17,6 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from knapformer._torch import MaskTables, masked_attention
 
-BLOCK_SIZE = 128
-
 
 class MaskedAttention:
     """Each packed sequence attends to itself, by its own mask. Made once a batch, for its many layers.
@@ -58,7 +56,7 @@ def block_mask(tables: MaskTables, device: torch.device) -> BlockMask:
              "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")  # fmt: skip
     of_blocks: dict[str, Any] = dict(zip(names, lists, strict=True))
     lengths = (tables.num_queries, tables.num_keys)
-    return BlockMask(lengths, BLOCK_SIZE=(BLOCK_SIZE, BLOCK_SIZE), mask_mod=sees, **of_blocks)
+    return BlockMask(lengths, BLOCK_SIZE=(tables.block_size, tables.block_size), mask_mod=sees, **of_blocks)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, layout: Tensor | BlockMask) -> Tensor:
