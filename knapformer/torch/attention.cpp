@@ -16,20 +16,20 @@
 namespace knapformer {
 namespace {
 
-/// Saves the number of the plan in force, by which a recomputation under another plan shows.
-class SavePlan : public torch::autograd::Function<SavePlan> {
+/// Saves the number of the step, by which a recomputation in another one shows.
+class SaveStep : public torch::autograd::Function<SaveStep> {
  public:
-  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& o, int64_t plan) {
-    context->save_for_backward({at::scalar_tensor(plan, at::kLong)});
-    context->saved_data["plan"] = plan;
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& o, int64_t step) {
+    context->save_for_backward({at::scalar_tensor(step, at::kLong)});
+    context->saved_data["step"] = step;
     return o.view(o.sizes());
   }
 
   static std::vector<at::Tensor> backward(torch::autograd::AutogradContext* context,
                                           const std::vector<at::Tensor>& gradients) {
-    const at::Tensor plan = context->get_saved_variables()[0];  // recomputes
+    const at::Tensor step = context->get_saved_variables()[0];  // recomputes
     in_backward([&] {
-      if (plan.item<int64_t>() != context->saved_data["plan"].toInt()) throw_recomputed("attention");
+      if (step.item<int64_t>() != context->saved_data["step"].toInt()) throw_recomputed("attention");
     });
     return {gradients[0], at::Tensor()};
   }
@@ -53,9 +53,9 @@ void throw_recomputed(std::string_view call) {
            "own call the same method of the step that was in force at their forward pass (step = balancer.current)"));
 }
 
-at::Tensor recomputed_to_the_end(const at::Tensor& o, int64_t plan) {
+at::Tensor recomputed_to_the_end(const at::Tensor& o, int64_t step) {
   const bool checkpointed = at::GradMode::is_enabled() && o.requires_grad() && at::SavedTensorDefaultHooks::get_hooks();
-  return checkpointed ? SavePlan::apply(o, plan) : o;
+  return checkpointed ? SaveStep::apply(o, step) : o;
 }
 
 bool SharedAttention::travels(size_t level) const {
@@ -65,8 +65,7 @@ bool SharedAttention::travels(size_t level) const {
 
 int64_t SharedAttention::num_query_heads(size_t level, HeadCounts heads) const {
   const AttentionLevel& l = tables.levels[level];
-  const int32_t head_parts = l.degree / l.query_parts;
-  return static_cast<int64_t>(head_partition(heads, head_parts)->query.of(l.index_in_group % head_parts).size());
+  return std::ssize(head_partition(heads, l.head_parts())->query.of(l.index_in_group % l.head_parts()));
 }
 
 size_t SharedAttention::table_of(size_t level) const {
@@ -80,10 +79,7 @@ void SharedAttention::add_segment(ExchangeArguments& arguments, size_t level, si
   const AttentionLevel& of = tables.levels[level];
   SegmentArguments& segment = arguments.segments.emplace_back();
   segment.table = shared_tables[table];
-  segment.sharing = {.shared_end = HeadSharing::kSend,
-                     .degree = of.degree,
-                     .index_in_group = of.index_in_group,
-                     .query_parts = of.query_parts};
+  segment.sharing = of;
   for (const Moved& tensor : tensors) {
     segment.roles.push_back(tensor.role);
     arguments.names.push_back(text(tensor.name, "/", of.degree));
@@ -119,7 +115,6 @@ ExchangeArguments SharedAttention::to_rows(HeadCounts heads) const {
     add_segment(arguments, level, table_of(level), {{"o", HeadRole::kQuery}});
     SegmentArguments& segment = arguments.segments.back();
     segment.table = segment.table.inverse();
-    segment.sharing = segment.sharing.inverse();
   }
   return arguments;
 }

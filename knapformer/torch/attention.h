@@ -72,9 +72,9 @@ struct SharedAttention {
   std::shared_ptr<CommGroup> group;            // the bag's; null where no level has several ranks
 
   /// q: (rows of this rank, heads, head_dim); k, v: (rows, kv heads, ...). Returns (rows, heads, ...). Collective over
-  /// the bag: at most one all-to-all before attention and one after it, forward and backward each. `attend` is called
-  /// once for each level that has sequences on this rank, of which it may have no queries; on a rank without queries it
-  /// is called once more, with none.
+  /// the bag: at most one all-to-all before attention, one more for each further stage of keys, and one after it,
+  /// forward and backward each. `attend` is called once for each level that has sequences on this rank, of which it may
+  /// have no queries; on a rank without queries it is called once more, with none.
   at::Tensor run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Attend& attend) const;
 
   /// The two exchanges of run(), without their tensors. Level by level, the first moves q, k, v from this rank's rows
@@ -118,8 +118,7 @@ struct SharedAttention {
 /// and run up to this point. Torch begins a recomputation where the backward pass first needs a saved tensor, and stops
 /// it by an exception once it has all of them. On a rank where `attend` saves nothing, or runs on other sequences than
 /// its peers', the recomputation would begin after an exchange of gradients, and stop before an exchange that the peers
-/// repeat. `plan`: the number of the plan in force; if the recomputation ran under another, the backward pass throws
-/// StateError.
-at::Tensor recomputed_to_the_end(const at::Tensor& o, int64_t plan);
+/// repeat. `step`: its number; if the recomputation ran in another, the backward pass throws StateError.
+at::Tensor recomputed_to_the_end(const at::Tensor& o, int64_t step);
 
 }  // namespace knapformer

@@ -11,8 +11,9 @@
 // Methods that plan are collective: all ranks of the group call them in the same order, also ranks without sequences.
 // An error on one rank becomes an error on all, which then need a new balancer.
 //
-// Collectives in a step: one to plan, one for each route and reverse_route, two for each attention (none in bags of
-// one), and as many in the backward pass, planning aside.
+// Collectives in a step: one to plan, one for each route and reverse_route, for each attention (none in bags of one)
+// one before it, one more for each further stage of keys, and one after it; in the backward pass as many, planning
+// aside.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -158,12 +159,10 @@ class SequenceBalancer {
   ///   waiting_s                             the host's, for other ranks in this balancer's collectives [1]
   ///   gamma, rank_speed                     what the plan was made with; the speed of this rank
   ///   given_model_error, learned_model_error  of the workload model on what was observed (core/model/load_observer.h)
-  /// [1] For tensors of an accelerator its stream waits and not the host: then the waits of planning, and of a rank
-  ///     without rows until it is told which gradients travel.
+  /// [1] For tensors of an accelerator its stream waits and not the host: then the waits of planning alone.
   StepMetrics metrics();
 
   const Topology& topology() const { return ranks_->topology(); }
-  const BalancerOptions& options() const { return ranks_->options(); }
   int32_t rank() const { return ranks_->rank().value; }
   int32_t num_ranks() const { return ranks_->num_ranks(); }
 

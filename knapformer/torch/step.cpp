@@ -93,13 +93,11 @@ void Step::check_mask(const KernelMask& mask) const {
 
 void Step::check_cuts(bool cuts_queries) const {
   for (const AttentionLevel& level : rank_plan_->attention.levels) {
-    if (!level.cuts_queries()) continue;
-    if (!cuts_queries) {
-      throw_argument("attend", "a kernel of whole sequences",
-                     text("one that takes parts of their queries (attend.cuts_queries), as ", level.degree,
-                          " ranks share the queries of a sequence in ", level.query_parts,
-                          " parts; or a plan of a TrainedModel without cuts_queries"));
-    }
+    if (cuts_queries || !level.cuts_queries()) continue;
+    throw_argument("attend", "a kernel of whole sequences",
+                   text("one that takes parts of their queries (attend.cuts_queries), as ", level.degree,
+                        " ranks share the queries of a sequence in ", level.query_parts,
+                        " parts; or a plan of a TrainedModel without cuts_queries"));
   }
 }
 
@@ -176,7 +174,7 @@ void Step::check_attention_inputs(const at::Tensor& q, const at::Tensor& k, cons
   const HeadCounts heads{.num_heads = q.size(1), .num_kv_heads = k.size(1)};
   if (heads.num_heads == 0) throw_argument("q", "0 heads", "at least 1 head");
   for (const AttentionLevel& level : rank_plan_->attention.levels) {
-    static_cast<void>(head_partition(heads, level.degree / level.query_parts));  // checks the counts
+    static_cast<void>(head_partition(heads, level.head_parts()));  // checks the counts
   }
 }
 

@@ -98,7 +98,7 @@ AttentionLevel make_level(const Plan& plan, const Bag& bag, Rank rank, int32_t d
   for (const int32_t index : chunks) {
     const Chunk& chunk = plan.chunk(index);
     const std::vector<QueryPart> parts = plan.query_parts(chunk.sequence);
-    level.sequences.push_back(parts[level.index_in_group / (degree / level.query_parts)]);
+    level.sequences.push_back(parts[level.index_in_group / level.head_parts()]);
     level.sequence_ids.push_back(chunk.sequence);
     if (degree > 1) queries.add(plan, bag, chunk, level.num_rows, parts, &TokenRange::queries_of);
     for (size_t s = 0; s < keys.size(); ++s) {
@@ -125,10 +125,6 @@ AttentionLevel make_level(const Plan& plan, const Bag& bag, Rank rank, int32_t d
 }
 
 }  // namespace
-
-ExchangeTable ExchangeTable::inverse() const {
-  return {.this_peer = this_peer, .num_peers = num_peers, .send = recv, .recv = send};
-}
 
 RouteTables make_route_tables(const Plan& plan, Rank rank) {
   const SequenceLengths& lens = plan.seq_lens();

@@ -60,7 +60,6 @@ struct ExchangeTable {
   ExchangeEnd send;
   ExchangeEnd recv;
 
-  ExchangeTable inverse() const;
   bool operator==(const ExchangeTable&) const = default;
 };
 
@@ -75,11 +74,8 @@ struct RouteTables {
 };
 
 /// One degree of sharing in this rank's bag.
-struct AttentionLevel {
-  int32_t degree = 1;
-  int32_t index_in_group = 0;  // which share of the heads and which part of the queries this rank computes
-  int32_t query_parts = 1;     // into how many parts queries are cut; 1: each rank of the group has all of them
-  int64_t first_row = 0;       // this level's rows on this rank are consecutive
+struct AttentionLevel : HeadSharing {
+  int64_t first_row = 0;  // this level's rows on this rank are consecutive
   int64_t num_rows = 0;
   /// What attention sees, in this order: of each sequence the queries of this rank's part, and the keys for them.
   std::vector<QueryPart> sequences;

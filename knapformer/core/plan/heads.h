@@ -31,6 +31,15 @@ struct HeadPartition {
   HeadShares key_value;
 };
 
+/// How the ranks of a group share a sequence's attention, seen from one of them.
+struct HeadSharing {
+  int32_t degree = 1;
+  int32_t index_in_group = 0;  // which share of the heads and which part of the queries this rank computes
+  int32_t query_parts = 1;     // into how many parts queries are cut; 1: each rank of the group has all of them
+
+  int32_t head_parts() const { return degree / query_parts; }
+};
+
 /// Throws ArgumentError where num_kv_heads does not divide num_heads, or a count is below 1.
 HeadPartition partition_heads(int64_t num_heads, int64_t num_kv_heads, int32_t degree);
 

@@ -45,18 +45,6 @@ std::string text_of(std::span<const std::optional<Mask>> masks) {
 
 int64_t num_words(const std::string& text) { return static_cast<int64_t>((text.size() + 7) / 8); }
 
-/// Many sequences have the same mask.
-class MaskTexts {
- public:
-  const Mask& mask_of(std::string_view text) {
-    const auto known = masks_.find(text);
-    return (known != masks_.end() ? known : masks_.emplace(text, Mask::parse(text)).first)->second;
-  }
-
- private:
-  std::map<std::string, Mask, std::less<>> masks_;
-};
-
 /// Some ranks with sequences gave their work, and others none.
 [[noreturn]] void throw_some_work(std::span<const int64_t> gathered, size_t num_ranks) {
   const size_t stride = gathered.size() / num_ranks;
@@ -119,7 +107,7 @@ std::optional<GatheredLengths> LengthGatherer::wait(const Pending& pending, cons
   const size_t stride = gathered.size() / num_ranks;
   GatheredLengths result;
   std::vector<int64_t> counts(num_ranks), lens;
-  MaskTexts known;
+  std::map<std::string, Mask, std::less<>> known;  // many sequences have the same mask
   bool any_masks = false, fit = true;
   for (size_t rank = 0; rank < num_ranks; ++rank) {
     const int64_t* sent = gathered.data() + rank * stride;
@@ -145,8 +133,10 @@ std::optional<GatheredLengths> LengthGatherer::wait(const Pending& pending, cons
     for (int64_t i = 0; i < counts[rank]; ++i) {
       std::optional<Mask>& mask = result.masks.emplace_back();
       if (sent[kMasks] == 0) continue;
-      mask = known.mask_of(mask_text);
-      mask_text += mask->str().size() + 1;
+      const std::string_view own_text = mask_text;
+      if (!known.contains(own_text)) known.emplace(own_text, Mask::parse(own_text));
+      mask = known.find(own_text)->second;
+      mask_text += own_text.size() + 1;
     }
     const int64_t *own_work = own_masks + sent[kMasks], *own_bytes = own_work + sent[kWork];
     std::transform(own_work, own_bytes, std::back_inserter(result.work), std::bit_cast<double, int64_t>);

@@ -7,12 +7,6 @@
 
 namespace knapformer {
 
-HeadSharing HeadSharing::inverse() const {
-  HeadSharing swapped = *this;
-  if (shared_end != kNeither) swapped.shared_end = shared_end == kSend ? kRecv : kSend;
-  return swapped;
-}
-
 void ExchangeArguments::add(PackedTable table, size_t num_tensors) {
   if (num_tensors == 0) return;
   segments.push_back({.table = std::move(table), .roles = std::vector(num_tensors, HeadRole::kNone), .sharing = {}});
@@ -49,7 +43,7 @@ ExchangeArguments ExchangeArguments::inverse() const {
                          .call = call + (at::GradMode::is_enabled() ? " backward, differentiable" : " backward")};
   size_t next = 0;
   for (const SegmentArguments& segment : segments) {
-    SegmentArguments kept{.table = segment.table.inverse(), .roles = {}, .sharing = segment.sharing.inverse()};
+    SegmentArguments kept{.table = segment.table.inverse(), .roles = {}, .sharing = segment.sharing};
     for (const HeadRole role : segment.roles) {
       const size_t number = next++;
       if (!differentiable[number]) continue;
@@ -117,8 +111,8 @@ const HeadShares* shares_of(const HeadPartition& partition, HeadRole role) {
   return role == HeadRole::kQuery ? &partition.query : &partition.key_value;
 }
 
-int64_t num_heads_at(HeadSharing::End end, const HeadShares& shares, const HeadSharing& sharing) {
-  if (sharing.shared_end == end) return shares.num_heads;
+int64_t num_heads_at(const PackedEnd& end, const HeadShares& shares, const HeadSharing& sharing) {
+  if (end.heads_shared) return shares.num_heads;
   return static_cast<int64_t>(shares.of(sharing.index_in_group % sharing.head_parts()).size());
 }
 

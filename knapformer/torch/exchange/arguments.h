@@ -30,22 +30,10 @@ struct HeadCounts {
   bool operator==(const HeadCounts&) const = default;
 };
 
-/// How the ranks of a segment share heads.
-struct HeadSharing {
-  enum End : int64_t { kNeither, kSend, kRecv };  // which end meets each peer with that peer's share alone
-  End shared_end = kNeither;
-  int32_t degree = 1;
-  int32_t index_in_group = 0;
-  int32_t query_parts = 1;  // of the degree's ranks, those of each part share the heads
-
-  int32_t head_parts() const { return degree / query_parts; }
-  HeadSharing inverse() const;
-};
-
 struct SegmentArguments {
   PackedTable table;
   std::vector<HeadRole> roles;  // one for each of its tensors
-  HeadSharing sharing;
+  HeadSharing sharing;          // at the end of which the table says so (PackedEnd::heads_shared)
 };
 
 using Tensors = std::vector<at::Tensor>;
@@ -84,6 +72,6 @@ std::shared_ptr<const HeadPartition> head_partition(HeadCounts heads, int32_t nu
 /// The shares of a tensor with this role; null: all columns meet every peer.
 const HeadShares* shares_of(const HeadPartition& partition, HeadRole role);
 /// Heads that a tensor with these shares has on this rank at one end.
-int64_t num_heads_at(HeadSharing::End end, const HeadShares& shares, const HeadSharing& sharing);
+int64_t num_heads_at(const PackedEnd& end, const HeadShares& shares, const HeadSharing& sharing);
 
 }  // namespace knapformer

@@ -30,25 +30,11 @@ int64_t row_bytes_of(at::IntArrayRef shape, int64_t item_bytes) {
   return bytes;
 }
 
-/// Checks that the tables say what the arguments say of them.
-void check_table(const SegmentArguments& segment, const PackedTable& first, const std::string& label) {
-  const auto& [table, roles, sharing] = segment;
-  const int32_t index = sharing.index_in_group, first_sharer = table.this_peer - index;
-  const bool same_sharing = table.send->heads_shared == (sharing.shared_end == HeadSharing::kSend) &&
-                            table.recv->heads_shared == (sharing.shared_end == HeadSharing::kRecv);
-  const bool sharers_fit =
-      index >= 0 && index < sharing.degree && first_sharer >= 0 && first_sharer + sharing.degree <= table.num_peers;
-  if (table.num_peers != first.num_peers || !same_sharing || !sharers_fit) {
-    throw ArgumentError(text(label, ": got tables of several groups, or that share heads in another way than told"));
-  }
-}
-
 /// The rows of a slot's input (or output) that meet `peer` at a send end (or receive end).
 Rows rows_of(const Slot& slot, const SegmentEnd& end, int32_t peer) {
-  const bool sends = end.kind == HeadSharing::kSend;
-  void* first = sends ? const_cast<void*>(slot.input.const_data_ptr()) : slot.output.mutable_data_ptr();
+  void* first = end.sends ? const_cast<void*>(slot.input.const_data_ptr()) : slot.output.mutable_data_ptr();
   return {.first = static_cast<std::byte*>(first),
-          .stride = sends ? slot.input_stride_bytes : slot.output_row_bytes,
+          .stride = end.sends ? slot.input_stride_bytes : slot.output_row_bytes,
           .index = end.rows.all_rows ? nullptr : end.rows.index_at(peer)};
 }
 
@@ -102,13 +88,14 @@ ExchangeCall::ExchangeCall(at::TensorList tensors, const ExchangeArguments& argu
   segments_.reserve(arguments.segments.size());  // slots point into it
   size_t next = 0;
   for (const SegmentArguments& given : arguments.segments) {
-    check_table(given, first_table_, label_);
     const auto& [table, roles, sharing] = given;
-    Segment& segment =
-        segments_.emplace_back(Segment{.send = {*table.send, HeadSharing::kSend, sharing, table.this_peer},
-                                       .recv = {*table.recv, HeadSharing::kRecv, sharing, table.this_peer},
-                                       .heads = head_partition(arguments.heads, sharing.head_parts()),
-                                       .slots = {}});
+    const int32_t first_sharer = table.this_peer - sharing.index_in_group;
+    KNAPFORMER_ASSERT(table.num_peers == num_peers() && sharing.index_in_group < sharing.degree && first_sharer >= 0 &&
+                      first_sharer + sharing.degree <= num_peers());
+    Segment& segment = segments_.emplace_back(Segment{.send = {*table.send, /*sends=*/true, sharing, table.this_peer},
+                                                      .recv = {*table.recv, /*sends=*/false, sharing, table.this_peer},
+                                                      .heads = head_partition(arguments.heads, sharing.head_parts()),
+                                                      .slots = {}});
     segment.slots.reserve(roles.size());
     for (const HeadRole role : roles) {
       add_slot(segment, tensors.at(next), role, sharing, next);
@@ -126,19 +113,19 @@ ExchangeCall::ExchangeCall(at::TensorList tensors, const ExchangeArguments& argu
 void ExchangeCall::add_slot(Segment& segment, const at::Tensor& tensor, HeadRole role, const HeadSharing& sharing,
                             size_t number) {
   const HeadShares* shares = shares_of(*segment.heads, role);
+  const PackedEnd &send = segment.send.rows, &recv = segment.recv.rows;
   const auto name = [&] { return text(label_, ": tensor ", number); };  // for messages
   if (tensor.layout() != at::kStrided || tensor.dim() < (shares == nullptr ? 1 : 2)) {
     throw_argument(name(), text(tensor.dim(), " dimensions in layout ", tensor.layout()),
                    text("a strided tensor of rows", shares == nullptr ? "" : " and heads"));
   }
-  if (tensor.size(0) != segment.send.rows.num_rows) {
-    throw_argument(name(), text(tensor.size(0), " rows"), std::to_string(segment.send.rows.num_rows));
+  if (tensor.size(0) != send.num_rows) {
+    throw_argument(name(), text(tensor.size(0), " rows"), std::to_string(send.num_rows));
   }
-  if (shares != nullptr && tensor.size(1) != num_heads_at(HeadSharing::kSend, *shares, sharing)) {
-    throw_argument(name(), text(tensor.size(1), " heads"),
-                   std::to_string(num_heads_at(HeadSharing::kSend, *shares, sharing)));
+  if (shares != nullptr && tensor.size(1) != num_heads_at(send, *shares, sharing)) {
+    throw_argument(name(), text(tensor.size(1), " heads"), std::to_string(num_heads_at(send, *shares, sharing)));
   }
-  if (sharing.shared_end != HeadSharing::kNeither && shares == nullptr) {
+  if ((send.heads_shared || recv.heads_shared) && shares == nullptr) {
     throw_argument(name(), "no role", "one where heads are shared");
   }
   if (tensor.device() != device_) throw_argument(name(), tensor.device(), text(device_, ", as the first one is on"));
@@ -148,10 +135,10 @@ void ExchangeCall::add_slot(Segment& segment, const at::Tensor& tensor, HeadRole
       Slot{.input = with_dense_rows(tensor), .output_shape = at::DimVector(tensor.sizes()), .shares = shares});
   const auto item_bytes = static_cast<int64_t>(tensor.itemsize());
   slot.input_row_bytes = row_bytes_of(slot.output_shape, item_bytes);
-  slot.output_shape[0] = segment.recv.rows.num_rows;
+  slot.output_shape[0] = recv.num_rows;
   if (shares != nullptr) {
     slot.head_bytes = row_bytes_of(at::IntArrayRef(slot.output_shape).slice(1), item_bytes);
-    slot.output_shape[1] = num_heads_at(HeadSharing::kRecv, *shares, sharing);
+    slot.output_shape[1] = num_heads_at(recv, *shares, sharing);
   }
   slot.output_row_bytes = row_bytes_of(slot.output_shape, item_bytes);
   slot.input_stride_bytes = slot.input.size(0) > 1 ? slot.input.stride(0) * item_bytes : slot.input_row_bytes;
@@ -204,7 +191,7 @@ void ExchangeCall::add_wire_copies(Copies& copies, const WireBlock& block) const
                   .stride = block.row_bytes};
   int64_t next = 0;
   for (const ColumnRun& run : block.end->columns_of(*block.slot, block.peer)) {
-    if (block.end->kind == HeadSharing::kSend) {
+    if (block.end->sends) {
       copies.add(rows, run.first_byte, wire, next, run.num_bytes, block.num_rows);
     } else {
       copies.add(wire, next, rows, run.first_byte, run.num_bytes, block.num_rows);

@@ -53,14 +53,12 @@ struct Slot {
 /// One end of a segment.
 struct SegmentEnd {
   const PackedEnd& rows;
-  HeadSharing::End kind;  // kSend or kRecv
+  bool sends;
   HeadSharing sharing;
   int32_t this_peer;
 
   /// Bytes of a row of the slot's tensor at this end.
-  int64_t row_bytes(const Slot& slot) const {
-    return kind == HeadSharing::kSend ? slot.input_row_bytes : slot.output_row_bytes;
-  }
+  int64_t row_bytes(const Slot& slot) const { return sends ? slot.input_row_bytes : slot.output_row_bytes; }
   /// How the peers share a slot's heads at this end; null: all columns meet every peer.
   const HeadShares* shares_of(const Slot& slot) const { return rows.heads_shared ? slot.shares : nullptr; }
   std::span<const int32_t> heads_of(const Slot& slot, int32_t peer) const;

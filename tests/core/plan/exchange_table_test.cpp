@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <numeric>
+#include <utility>
 
 #include "knapformer/core/planners/planner.h"
 #include "tests/core/cases.h"
@@ -74,7 +75,7 @@ std::vector<Rows> run(const std::vector<ExchangeTable>& tables, const std::vecto
 }
 
 std::vector<ExchangeTable> inverses(std::vector<ExchangeTable> tables) {
-  for (ExchangeTable& table : tables) table = table.inverse();
+  for (ExchangeTable& table : tables) std::swap(table.send, table.recv);
   return tables;
 }
 

@@ -39,9 +39,8 @@ Outputs exchange_between(const std::vector<RankInputs>& ranks, HeadCounts heads,
     Tensors tensors;
     for (const SegmentOfRank& segment : inputs) {
       const PackedTable table = pack_tables(std::vector{&segment.table}, engine, at::kCPU)[0];
-      arguments.segments.push_back({.table = segment.inverse ? table.inverse() : table,
-                                    .roles = segment.roles,
-                                    .sharing = segment.inverse ? segment.sharing.inverse() : segment.sharing});
+      arguments.segments.push_back(
+          {.table = segment.inverse ? table.inverse() : table, .roles = segment.roles, .sharing = segment.sharing});
       tensors.insert(tensors.end(), segment.tensors.begin(), segment.tensors.end());
     }
     calls.push_back(std::make_unique<ExchangeCall>(tensors, arguments));
@@ -214,13 +213,9 @@ TEST(PackingKernel, SharesAndAddsHeadsAsTheOtherEngines) {
         RankInputs& inputs = ranks.emplace_back();
         for (const AttentionLevel& level : make_attention_tables(plan, Rank(rank)).levels) {
           if (level.degree == 1) continue;
-          const HeadSharing sharing{.shared_end = HeadSharing::kSend,
-                                    .degree = level.degree,
-                                    .index_in_group = level.index_in_group,
-                                    .query_parts = level.query_parts};
-          const HeadPartition partition = partition_heads(heads.num_heads, heads.num_kv_heads, sharing.head_parts());
+          const HeadPartition partition = partition_heads(heads.num_heads, heads.num_kv_heads, level.head_parts());
           const auto values = [&](const ExchangeTable& table, const HeadShares& shares, int64_t all) {
-            const int64_t here = num_heads_at(HeadSharing::kRecv, shares, sharing);
+            const int64_t here = std::ssize(shares.of(level.index_in_group % level.head_parts()));
             return inverse ? random.values({table.recv.num_rows, here, 3}, type)
                            : random.values({table.send.num_rows, all, 3}, type);
           };
@@ -228,12 +223,12 @@ TEST(PackingKernel, SharesAndAddsHeadsAsTheOtherEngines) {
           inputs.push_back({.table = level.queries,
                             .tensors = {values(level.queries, partition.query, heads.num_heads)},
                             .roles = {HeadRole::kQuery},
-                            .sharing = sharing,
+                            .sharing = level,
                             .inverse = inverse});
           inputs.push_back({.table = keys,
                             .tensors = {values(keys, partition.key_value, heads.num_kv_heads)},
                             .roles = {HeadRole::kKey},
-                            .sharing = sharing,
+                            .sharing = level,
                             .inverse = inverse});
         }
       }
