@@ -296,11 +296,8 @@ def hfu_of(steps: Sequence[Step], model: TrainedModel, latency_s: float, peak_tf
     train."""
     if peak_tflops is None or model.mode != "training":
         return None
-    of_block = 0
-    for plan in (plan for step in steps for plan in step.plans):
-        lens = [length for of_rank in plan.seq_lens for length in of_rank]
-        pairs = plan.attention_pairs or [length**2 for length in lens]
-        of_block += 24 * sum(lens) * plan.d_model**2 + 4 * sum(pairs) * plan.d_model
+    plans = (plan.on(gamma=1.0) for step in steps for plan in step.plans)
+    of_block = math.fsum(work for plan in plans for work in plan.sequence_works)
     flops = model.token_passes * model.num_blocks * of_block / len(steps)
     return flops / (latency_s * steps[0].plans[0].num_ranks * peak_tflops * 1e12)
 

@@ -107,9 +107,10 @@ def calibrate(args: argparse.Namespace, config: ModelConfig, lengths: Sequence[i
 
 def _time_exchanges(device: torch.device) -> dict[str, ExchangeTimes]:
     """Exchanges inside the node and between nodes, where this world has them, by Calibration's field. Collective."""
-    groups = zip(("node", "network"), node_groups(int(os.environ["LOCAL_WORLD_SIZE"]), device), strict=True)
-    sizes = _EXCHANGE_SIZES[device.type]
-    return {name: time_exchanges(sizes, device, _EXCHANGE_ROUNDS, group) for name, group in groups if group is not None}
+    num_local, sizes = int(os.environ["LOCAL_WORLD_SIZE"]), _EXCHANGE_SIZES[device.type]
+    mesh = init_device_mesh(device.type, (dist.get_world_size() // num_local, num_local))
+    groups = {name: mesh.get_group(dim) for name, dim in (("node", 1), ("network", 0)) if mesh.size(dim) > 1}
+    return {name: time_exchanges(sizes, device, _EXCHANGE_ROUNDS, group) for name, group in groups.items()}
 
 
 def _with_exchanges(calibration: Calibration, exchanges: Mapping[str, ExchangeTimes]) -> Calibration:
@@ -222,16 +223,6 @@ def time_exchanges(
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
     sent = [_MEAN_TENSORS * n * row_bytes * (num_ranks - 1) / num_ranks for n in tokens]
     return ExchangeTimes(num_ranks, sent, (slowest.median(1).values / 2).tolist())
-
-
-def node_groups(num_local: int, device: torch.device) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """This rank's group inside its node, and its group with one rank of each node; None where it would be alone.
-
-    Collective over the world, whose nodes have `num_local` consecutive ranks each.
-    """
-    mesh = init_device_mesh(device.type, (dist.get_world_size() // num_local, num_local))
-    node, network = (mesh.get_group(dim) if mesh.size(dim) > 1 else None for dim in (1, 0))
-    return node, network
 
 
 def fits(config: ModelConfig, device: torch.device) -> bool:

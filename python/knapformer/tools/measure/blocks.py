@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from knapformer import ArgumentError
 from knapformer.adapters.drawn import Draw
 from knapformer.adapters.named import ModelConfig, PackedModel, build_model, materialize
 from knapformer.models.parallel import init_weights, set_checkpointing, shard_model, train_adapters
@@ -72,11 +71,7 @@ def passes(block: Callable[..., Any], inputs: tuple[Any, ...], checkpointing: bo
             outputs = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
         else:
             outputs = block(*inputs)
-        found = [outputs] if isinstance(outputs, Tensor) else outputs if isinstance(outputs, (tuple, list)) else []
-        tensors = [tensor for tensor in found if isinstance(tensor, Tensor) and tensor.requires_grad]
-        if not tensors:
-            got = type(outputs).__name__
-            raise ArgumentError(f"block: got an output of {got}, expected tensors that need gradients")
+        tensors = [of for of in (outputs if isinstance(outputs, tuple) else (outputs,)) if of.requires_grad]
         torch.autograd.backward(tensors, [torch.ones_like(tensor) for tensor in tensors])
 
     return run

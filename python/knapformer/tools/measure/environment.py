@@ -63,13 +63,9 @@ def _processor() -> str:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout that holds this file, else the working directory's; None where neither is in one."""
-    for folder in (Path(__file__).parent, Path.cwd()):
-        git = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12"]
-        try:
-            made = subprocess.run(git, capture_output=True, text=True, timeout=10, check=False)
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        if made.returncode == 0:
-            return made.stdout.strip()
-    return None
+    """Of the checkout in which this file lies; None where it lies in none."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
