@@ -340,11 +340,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
         for name, own in self._order.state.items():
             if state.get(name) != own:
                 raise ArgumentError(f"state: got {name} {state.get(name)}, expected {own}")
-        for name in ("epoch", "next_sample"):
-            if name not in state:
-                raise ArgumentError(f"state: got no {name}, expected one, as state_dict returned it")
-        epoch = integer("state", state["epoch"], 0, _MAX_SEED, of="epoch ")
-        next_sample = integer("state", state["next_sample"], 0, self._order.num_samples, of="sample ")
+        epoch = integer("state", state.get("epoch"), 0, _MAX_SEED, of="epoch ")
+        next_sample = integer("state", state.get("next_sample"), 0, self._order.num_samples, of="sample ")
         self._check_last_step(next_sample)
         self._lowest_epoch = epoch
         self._begin_next_at(epoch, next_sample)

@@ -114,12 +114,6 @@ def pairing_of(query_lens: Lengths, key_lens: Lengths) -> Pairing:
     return _pairing(tuple(lengths_list(query_lens)), tuple(lengths_list(key_lens)))
 
 
-# Of a step as many as its bag has degrees; those of micro-batches in flight are kept, too.
-@functools.lru_cache(maxsize=64)
-def _pairing(query_lens: tuple[int, ...], key_lens: tuple[int, ...]) -> Pairing:
-    return Pairing(query_lens, key_lens)
-
-
 class Pairing:
     """Which packed queries attend to which packed keys: those of the same sequence, e.g. all of them, a part of the
     queries, or from video tokens to their text. The output of a sequence without keys is zero."""
@@ -197,6 +191,10 @@ class Pairing:
                 of_queries, of_keys = to_device(torch.stack(ends), device).unbind(0)
             self._offsets[device] = (of_queries, of_keys)
         return self._offsets[device]
+
+
+# Of a step as many as its bag has degrees; those of micro-batches in flight are kept, too.
+_pairing = functools.lru_cache(maxsize=64)(Pairing)
 
 
 def _scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:

@@ -7,7 +7,6 @@ that of the slowest rank; TPS, tokens per second; HFU, hardware FLOPs utilizatio
 from __future__ import annotations
 
 import math
-import operator
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -56,21 +55,15 @@ def figures(variant: Variant, baseline: Variant, model: TrainedModel, peak_tflop
 
     works = ratios(values(variant, _own_work), values(baseline, _own_work))
     works = [1.0] * len(works) if variant.same_samples else works
-    gains, promises = (
-        [gain * work for gain, work in zip(ratios(before, after), works, strict=True)]
-        for before, after in (
-            (baseline.latencies_s, variant.latencies_s),
-            (values(baseline, _highest_work), values(variant, _highest_work)),
-        )
-    )
+    gains = [a * b for a, b in zip(ratios(baseline.latencies_s, variant.latencies_s), works, strict=True)]
+    promise, *_ = ratios(values(baseline, _highest_work), values(variant, _highest_work))
     plans = [plan for step in variant.steps for plan in step.plans]
     return {
         **measured(variant.name, variant.steps, variant.latencies_s, model, peak_tflops),
         "fbl_median_s": statistics.median(variant.latencies_s),
         "speed_up": gains[0],
         "speed_up_median": statistics.median(gains[1:]),
-        "promised_speed_up": promises[0],
-        "share_of_promise_median": statistics.median(map(operator.truediv, gains[1:], promises[1:])),
+        "promised_speed_up": promise * works[0],
         "tokens_moved": sum(plan.tokens_moved for plan in plans) / sum(plan.num_tokens for plan in plans),
         "work": works[0],
         "loss_per_step": list(variant.losses),
