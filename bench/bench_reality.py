@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from driver import NUM_RANKS, parser_of, write_results
-from knapformer.tools.presets import preset_named
+from knapformer.tools.presets import PRESETS
 
 from knapformer import DataMix
 
@@ -74,7 +74,7 @@ TRACES: dict[str, Callable[[random.Random], list[int]]] = {
 
 
 def _of_sizes(path: Path) -> Callable[[random.Random], list[int]]:
-    tokens = [preset_named("wan-14b").num_tokens(**size, text_tokens=0) for size in json.loads(path.read_text())]
+    tokens = [PRESETS["wan-14b"].num_tokens(**size, text_tokens=0) for size in json.loads(path.read_text())]
     return lambda rng: [max(16, n * 600 // max(tokens)) for n in rng.choices(tokens, k=NUM_LENGTHS)]
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from knapformer import ArgumentError, TrainedModel
+from knapformer import TrainedModel
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,4 @@ PRESETS = {
     )
 }
 
-
 DEFAULT_PRESET = "flux"
-
-
-def preset_named(name: str) -> Preset:
-    """Raises ArgumentError."""
-    if name not in PRESETS:
-        raise ArgumentError(f"--model: got {name!r}, expected one of {', '.join(PRESETS)}")
-    return PRESETS[name]

@@ -58,7 +58,7 @@ REPLAY_G4 = [*REPLAY, "--topology", "g4n1"]
         ([*DOCTOR, "bad.csv"], "1 of 1 rows (100.0%) cannot be read, the first of them row 1: "),
         ([*DOCTOR, "a.xls"], "expected a file that ends in .json"),
         ([*DOCTOR, "a.parquet"], "a.parquet"),
-        ([*DOCTOR, "a.txt", "--model", "gpt"], "--model: got 'gpt', expected one of flux"),
+        ([*DOCTOR, "a.txt", "--model", "gpt"], "argument --model: invalid choice: 'gpt' (choose from "),
         (
             [*DOCTOR, "a.txt", "--memory-gib", "1"],
             "does not fit in memory: parameters, gradients and optimizer of flux",

@@ -15,7 +15,7 @@ from knapformer.tools.doctor.memory import DEVICE_GIB, MemoryModel
 from knapformer.tools.doctor.source import Source
 from knapformer.tools.doctor.verdict import decide
 from knapformer.tools.files import Progress, write_json
-from knapformer.tools.presets import DEFAULT_PRESET, PRESETS, Preset, preset_named
+from knapformer.tools.presets import DEFAULT_PRESET, PRESETS, Preset
 from knapformer.tools.sample_files import FORMATS, MEANINGS
 from knapformer.tools.ways import Draw, Planning
 
@@ -44,7 +44,7 @@ def add_parser(subparsers: Any) -> None:
         parser, "--columns", type=_columns, default={}, metavar="WHAT=NAME,...",
         help=f"all columns to read, where they are not recognised: {', '.join(MEANINGS)}",
     )  # fmt: skip
-    add(parser, "--model", default=DEFAULT_PRESET, help=f"{', '.join(PRESETS)} (default {DEFAULT_PRESET})")
+    add(parser, "--model", default=DEFAULT_PRESET, choices=PRESETS, metavar=None, help=f"default {DEFAULT_PRESET}")
     add(
         parser, "--batch-size", default=None,
         help="samples of a rank in a micro-batch, where none are drawn as --data or LENGTHS says (default 1)",
@@ -80,7 +80,7 @@ def _columns(text: str) -> dict[str, str]:
 
 def run(args: argparse.Namespace) -> int:
     """Returns the exit status."""
-    preset = preset_named(args.model)
+    preset = PRESETS[args.model]
     planning = cli_args.planning(
         args, model=preset.trained_model(), own_fixed=True, d_model=args.d_model or preset.d_model, effort="low"
     )
