@@ -9,7 +9,7 @@
 #include "knapformer/core/cost/plan_json.h"
 #include "knapformer/core/cost/step_time.h"
 #include "knapformer/core/plan/step_plan.h"
-#include "knapformer/core/planners/whole_step/fill_ranks.h"
+#include "knapformer/core/planners/whole_step/micro_batches.h"
 #include "knapformer/core/util/error.h"
 
 namespace py = pybind11;

@@ -6,12 +6,13 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/scaled_dot_product_attention.h>
 #include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <optional>
 
@@ -58,46 +59,92 @@ at::Tensor padded(const at::Tensor& tensor, int64_t width) {
   return tensor.size(2) == width ? tensor : at::constant_pad_nd(tensor, {0, width - tensor.size(2)});
 }
 
-/// (1, heads, rows, width) of some rows.
-at::Tensor by_head(const at::Tensor& tensor, const std::vector<KeyRange>& rows) {
-  std::vector<at::Tensor> parts;
-  for (const KeyRange& range : rows) parts.push_back(tensor.narrow(0, range.first, range.end - range.first));
-  return (parts.size() == 1 ? parts[0] : at::cat(parts)).transpose(0, 1).unsqueeze(0);
+/// Consecutive queries, the keys that some of them see, and what is added to their scores; undefined: they see all.
+struct Tile {
+  int64_t first_query = 0, num_queries = 0;
+  std::vector<KeyRange> keys = {};
+  std::optional<at::Tensor> score_mask = std::nullopt;
+
+  /// (1, heads, queries, width)
+  at::Tensor queries_of(const at::Tensor& rows) const {
+    return rows.narrow(0, first_query, num_queries).transpose(0, 1).unsqueeze(0);
+  }
+  at::Tensor keys_of(const at::Tensor& rows) const {
+    std::vector<at::Tensor> parts;
+    for (const KeyRange& range : keys) parts.push_back(rows.narrow(0, range.first, range.end - range.first));
+    return (parts.size() == 1 ? parts[0] : at::cat(parts)).transpose(0, 1).unsqueeze(0);
+  }
+  void add_keys_to(const at::Tensor& sums, const at::Tensor& gradient) const {
+    int64_t next = 0;
+    for (const KeyRange& range : keys) {
+      const int64_t count = range.end - range.first;
+      sums.narrow(0, range.first, count).add_(gradient[0].narrow(1, next, count).transpose(0, 1));
+      next += count;
+    }
+  }
+};
+
+/// Visits tiles that have each query with keys once.
+void for_each_tile(const at::Tensor& q, const at::Tensor& runs, const std::function<void(const Tile&)>& visit) {
+  int64_t first_query = 0;
+  for (int64_t r = 0; r < runs.size(0) && q.size(1) > 0; ++r) {
+    const MaskRun run = run_from(runs.const_data_ptr<int64_t>() + r * runs.size(1), runs.size(1));
+    const bool moves =
+        std::ranges::any_of(run.keys, [](const KeyRange& range) { return range.first_moves || range.end_moves; });
+    for (int64_t from = 0, count = 0; from < run.num_queries; from += count, first_query += count) {
+      count = moves ? std::min(kMovingQueries, run.num_queries - from) : run.num_queries;
+      if (run.keys.empty()) continue;
+      const MaskRun part = run.part(from, count);
+      Tile tile{.first_query = first_query, .num_queries = count, .keys = hull_of(part)};
+      if (moves) tile.score_mask = mask_of(part, tile.keys, q.scalar_type());
+      visit(tile);
+    }
+  }
 }
 
-double scale_of(const at::Tensor& q) { return 1 / std::sqrt(static_cast<double>(q.size(-1))); }
-
-/// Torch's attention of queries that see some of these keys. Torch would keep what is added to the scores until the
-/// backward pass, for a long sequence as much as all its scores: here it is made again.
-class PartlySeen : public torch::autograd::Function<PartlySeen> {
+/// Torch's attention of each tile. Keys' gradients are added up in place, and no mask of scores is kept for the
+/// backward pass: those of a long sequence would be as large as all its scores.
+class AttentionOfTiles : public torch::autograd::Function<AttentionOfTiles> {
  public:
-  using Context = torch::autograd::AutogradContext;
-
-  /// Rows as by_head has them. run: a row of MaskTables::runs, of which these are the queries from `first` on.
-  static at::Tensor forward(Context* context, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                            const at::Tensor& run, int64_t first, double scale) {
-    const auto [o, log_sum_exp] = at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, /*is_causal=*/false,
-                                                                                  mask_for(q, run, first), scale);
-    context->save_for_backward({q, k, v, o, log_sum_exp, run});
-    context->saved_data["first"] = first;
+  /// q, k, v: (rows, heads, width) with the same heads and width. runs: MaskTables::runs.
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& q, const at::Tensor& k,
+                            const at::Tensor& v, const at::Tensor& runs, double scale) {
+    const at::Tensor o = at::zeros_like(q, at::MemoryFormat::Contiguous);
+    const at::Tensor log_sum_exp = at::zeros({1, q.size(1), q.size(0)}, q.options().dtype(wide(q.scalar_type())));
+    for_each_tile(q, runs, [&](const Tile& tile) {
+      const auto [own, own_sum] = at::_scaled_dot_product_flash_attention_for_cpu(
+          tile.queries_of(q), tile.keys_of(k), tile.keys_of(v), 0.0, /*is_causal=*/false, tile.score_mask, scale);
+      tile.queries_of(o).copy_(own);
+      log_sum_exp.narrow(2, tile.first_query, tile.num_queries).copy_(own_sum);
+    });
+    context->save_for_backward({q, k, v, o, log_sum_exp, runs});
     context->saved_data["scale"] = scale;
     return o;
   }
 
-  static std::vector<at::Tensor> backward(Context* context, const std::vector<at::Tensor>& gradients) {
+  static std::vector<at::Tensor> backward(torch::autograd::AutogradContext* context,
+                                          const std::vector<at::Tensor>& gradients) {
     const auto saved = context->get_saved_variables();
-    const at::Tensor &q = saved[0], &k = saved[1], &v = saved[2], &o = saved[3], &log_sum_exp = saved[4];
-    const auto [of_q, of_k, of_v] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
-        gradients[0], q, k, v, o, log_sum_exp, 0.0, /*is_causal=*/false,
-        mask_for(q, saved[5], context->saved_data["first"].toInt()), context->saved_data["scale"].toDouble());
-    return {of_q, of_k, of_v, at::Tensor(), at::Tensor(), at::Tensor()};
+    const at::Tensor &q = saved[0], &k = saved[1], &v = saved[2], &o = saved[3], &log_sum_exp = saved[4],
+                     &runs = saved[5], of_o = gradients[0].contiguous();
+    const auto sums_for = [&](const at::Tensor& rows) {
+      return at::zeros(rows.sizes(), rows.options().dtype(wide(rows.scalar_type())));
+    };
+    const at::Tensor of_q = at::zeros_like(q, at::MemoryFormat::Contiguous), of_k = sums_for(k), of_v = sums_for(v);
+    for_each_tile(q, runs, [&](const Tile& tile) {
+      const auto [q_part, k_part, v_part] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
+          tile.queries_of(of_o), tile.queries_of(q), tile.keys_of(k), tile.keys_of(v), tile.queries_of(o),
+          log_sum_exp.narrow(2, tile.first_query, tile.num_queries), 0.0, /*is_causal=*/false, tile.score_mask,
+          context->saved_data["scale"].toDouble());
+      tile.queries_of(of_q).copy_(q_part);
+      tile.add_keys_to(of_k, k_part);
+      tile.add_keys_to(of_v, v_part);
+    });
+    return {of_q, of_k.to(k.scalar_type()), of_v.to(v.scalar_type()), at::Tensor(), at::Tensor()};
   }
 
  private:
-  static at::Tensor mask_for(const at::Tensor& q, const at::Tensor& run, int64_t first) {
-    const MaskRun part = run_from(run.const_data_ptr<int64_t>(), run.size(0)).part(first, q.size(2));
-    return mask_of(part, hull_of(part), q.scalar_type());
-  }
+  static at::ScalarType wide(at::ScalarType dtype) { return c10::promoteTypes(dtype, at::kFloat); }
 };
 
 }  // namespace
@@ -105,37 +152,12 @@ class PartlySeen : public torch::autograd::Function<PartlySeen> {
 at::Tensor masked_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& runs) {
   const int64_t width = std::max(q.size(2), v.size(2)), num_heads = q.size(1);
   const auto for_each_head = [&](const at::Tensor& tensor) {
-    const at::Tensor wide = padded(tensor, width);
-    return tensor.size(1) == num_heads ? wide : wide.repeat_interleave(num_heads / tensor.size(1), 1);
+    const at::Tensor of_width = padded(tensor, width);
+    return tensor.size(1) == num_heads ? of_width : of_width.repeat_interleave(num_heads / tensor.size(1), 1);
   };
-  // What sees nothing stays in the graph all the same, where collectives and parameters wait for gradients.
-  const auto nothing_of = [&](int64_t num_queries) {
-    return ((q.sum() + k.sum() + v.sum()) * 0).expand({num_queries, num_heads, width});
-  };
-  if (num_heads == 0 || q.size(0) == 0) return nothing_of(q.size(0)).narrow(2, 0, v.size(2)).contiguous();
-  const at::Tensor queries = padded(q, width), keys = for_each_head(k), values = for_each_head(v);
-  std::vector<at::Tensor> outputs;
-  int64_t first_query = 0;
-  for (int64_t r = 0; r < runs.size(0); ++r) {
-    const MaskRun run = run_from(runs.const_data_ptr<int64_t>() + r * runs.size(1), runs.size(1));
-    const bool moves =
-        std::ranges::any_of(run.keys, [](const KeyRange& range) { return range.first_moves || range.end_moves; });
-    for (int64_t from = 0, count = 0; from < run.num_queries; from += count, first_query += count) {
-      count = moves ? std::min(kMovingQueries, run.num_queries - from) : run.num_queries;
-      if (run.keys.empty()) {
-        outputs.push_back(nothing_of(count));
-        continue;
-      }
-      const std::vector<KeyRange> hull = hull_of(run.part(from, count));
-      const at::Tensor q_part = by_head(queries, {{.first = first_query, .end = first_query + count}}),
-                       k_part = by_head(keys, hull), v_part = by_head(values, hull);
-      const at::Tensor o =
-          moves ? PartlySeen::apply(q_part, k_part, v_part, runs[r], from, scale_of(q))
-                : at::scaled_dot_product_attention(q_part, k_part, v_part, {}, 0.0, /*is_causal=*/false, scale_of(q));
-      outputs.push_back(o.squeeze(0).transpose(0, 1));
-    }
-  }
-  return at::cat(outputs).narrow(2, 0, v.size(2));
+  const double scale = 1 / std::sqrt(static_cast<double>(q.size(2)));
+  const at::Tensor o = AttentionOfTiles::apply(padded(q, width), for_each_head(k), for_each_head(v), runs, scale);
+  return o.narrow(2, 0, v.size(2));
 }
 
 MaskTables::MaskTables(MaskRows rows) : rows_(std::move(rows)) {

@@ -4,8 +4,8 @@
 //   1. lower bound        cost/bounds.h
 //   2. construct          longest first in flat bags of each degree; construct.h, under a few target times
 //   3. anneal             anneal.h, from the best of them
-// Then, for all: equal sequences trade places so that more tokens stay at home (locality.h), and shared sequences are
-// cut into uneven chunks (uneven_chunks.h).
+// Then, for all: equal sequences trade places so that more tokens stay at home (last_steps.h), and shared sequences are
+// cut into uneven chunks.
 //
 // By construction a block in flat bags never takes longer than by the greedy plan; and, with ranks of one speed and
 // groups inside nodes, one in nested bags never longer than longest first in flat bags of one of their degrees.

@@ -1,10 +1,10 @@
-#include "knapformer/core/planners/whole_step/fill_ranks.h"
-
 #include <algorithm>
 #include <map>
 #include <string>
 #include <utility>
 #include <vector>
+
+#include "knapformer/core/planners/whole_step/micro_batches.h"
 
 namespace knapformer {
 

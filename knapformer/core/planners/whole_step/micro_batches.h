@@ -38,4 +38,10 @@ StepPlan plan_fewest_micro_batches(StepInput input, std::string_view solver, Eff
 /// `fewest`: for plan_fewest_micro_batches. Throws ArgumentError as rank_topologies does.
 std::string best_topology(StepInput input, std::string_view solver, bool fewest);
 
+/// The plan, changed for programs that cannot run a micro-batch on a rank without a sequence. Each rank that has none
+/// gets one, of which every rank keeps at least one other: a whole sequence if its bag takes one, otherwise one that a
+/// group around it shares, with little work. The fullest rank holds no more tokens than before. A rank stays empty if
+/// its replica has no such sequence left.
+StepPlan fill_ranks(const StepPlan& plan);
+
 }  // namespace knapformer

@@ -1,10 +1,9 @@
-#include "knapformer/core/planners/balanced/uneven_chunks.h"
-
 #include <gtest/gtest.h>
 
 #include <algorithm>
 
 #include "knapformer/core/plan/plan.h"
+#include "knapformer/core/planners/balanced/last_steps.h"
 #include "tests/core/cases.h"
 
 namespace knapformer {

@@ -12,7 +12,6 @@
 
 #include "knapformer/core/cost/bounds.h"
 #include "knapformer/core/cost/step_time.h"
-#include "knapformer/core/planners/whole_step/fill_ranks.h"
 #include "knapformer/core/util/interrupt.h"
 #include "tests/core/cases.h"
 #include "tests/core/mixes.h"
