@@ -321,7 +321,6 @@ def memory(args: argparse.Namespace) -> None:
 def kernels(args: argparse.Namespace) -> None:
     """Torch's attention kernels for whole sequences of one length."""
     import torch
-    import torch.nn.functional as F
     from knapformer.models import attention
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -335,8 +334,8 @@ def kernels(args: argparse.Namespace) -> None:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             return pairing.attend(q, k, v, kernel=by_torch)
 
-    def by_torch(*of_sequences: torch.Tensor) -> torch.Tensor:
-        return F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in of_sequences)).transpose(1, 2)
+    def by_torch(*qkv: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(*(t.transpose(1, 2) for t in qkv)).transpose(1, 2)
 
     for length in (num_tokens // 128, num_tokens // 32, num_tokens // 8, num_tokens // 2, num_tokens):
         pairing = attention._pairing(*[(length,) * (num_tokens // length)] * 2)

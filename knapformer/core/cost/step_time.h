@@ -181,10 +181,4 @@ double replica_step_s(const PlanInput& input, double block_s, double route_s);
 /// micro-batch.
 double accumulated_s(const StepInput& input, std::span<const double> block_s);
 
-/// Every sequence on its home rank, whole: the step without a balancer. Its route is empty.
-Plan plan_home(const PlanInput& input);
-/// Every sequence in its home rank's bag, shared by all ranks of it: static sequence parallelism. Throws ArgumentError
-/// where bags are nested.
-Plan plan_home_bags(const PlanInput& input);
-
 }  // namespace knapformer

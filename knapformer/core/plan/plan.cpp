@@ -334,4 +334,23 @@ void Plan::validate() const {
   check(num_held == chunks().size(), num_held, " of ", chunks().size(), " chunks are on a rank");
 }
 
+Plan plan_home(const PlanInput& input) {
+  PlanInput alone = input;
+  alone.topology = Topology::parse(text("g1n", input.seq_lens.num_ranks()));
+  return plan_home_bags(alone);
+}
+
+Plan plan_home_bags(const PlanInput& input) {
+  const Topology& topology = input.topology;
+  if (!topology.is_flat()) throw_argument("topology", topology.str(), "flat bags, such as g8n4");
+  std::vector<Placement> placements;
+  placements.reserve(input.seq_lens.lens().size());
+  for (int32_t s = 0; s < input.seq_lens.num_sequences(); ++s) {
+    const BagId home = topology.bag_of(input.seq_lens.home_of(SequenceId(s)));
+    const auto& bag = topology.bag(home);
+    placements.push_back({.bag = home, .first_rank = bag.first_rank, .degree = bag.num_ranks});
+  }
+  return Plan(input, "home", std::move(placements));
+}
+
 }  // namespace knapformer

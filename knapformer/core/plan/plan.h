@@ -214,4 +214,10 @@ class Plan {
   double attention_tokens_moved_ = 0;
 };
 
+/// Every sequence on its home rank, whole: the step without a balancer. Its route is empty.
+Plan plan_home(const PlanInput& input);
+/// Every sequence in its home rank's bag, shared by all ranks of it: static sequence parallelism. Throws ArgumentError
+/// where bags are nested.
+Plan plan_home_bags(const PlanInput& input);
+
 }  // namespace knapformer

@@ -142,14 +142,15 @@ class StepSolver {
   /// The micro-batches planned one by one, until even what is planned and the lower bound of the rest are no shorter.
   void consider_planned(std::vector<int32_t> micro_batches, double handicap) {
     const std::vector<PlanInput> inputs = micro_batch_inputs(input_, micro_batches);
-    double least_s = 0;
-    for (const PlanInput& input : inputs) least_s += lower_bound_s({input});
+    std::vector<double> bounds_s;
+    for (const PlanInput& input : inputs) bounds_s.push_back(lower_bound_s({input}));
+    double least_s = std::accumulate(bounds_s.begin(), bounds_s.end(), 0.0);
     std::vector<Plan> plans;
-    for (const PlanInput& input : inputs) {
+    for (size_t k = 0; k < inputs.size(); ++k) {
       if (best_ && input_.sync == StepSync::kMicroBatch && least_s * handicap >= best_s_) return;
-      std::optional<Plan> plan = plan_within_limit(input, solver_, effort_);
+      std::optional<Plan> plan = plan_within_limit(inputs[k], solver_, effort_);
       if (!plan) return;
-      least_s += predict_step(*plan).total_s() - lower_bound_s({input});
+      least_s += predict_step(*plan).total_s() - bounds_s[k];
       plans.push_back(*std::move(plan));
     }
     consider(StepPlan(input_, std::move(micro_batches), std::move(plans)), handicap);

@@ -40,6 +40,9 @@ _NUM_STEP_LENGTHS = 5
 _EXCHANGE_ROUNDS = 20
 # Bytes of a rank's rows: from sizes whose time is mostly latency to sizes whose time is mostly the transfer.
 _EXCHANGE_SIZES = {"cpu": [1 << e for e in range(14, 23, 2)], "cuda": [1 << e for e in range(16, 29, 2)]}
+# What a rank receives of a token: three heads of 128 numbers in bfloat16, as with FLUX in a bag of 8.
+_HEADS_PER_RANK, _HEAD_DIM, _DTYPE = 3, 128, torch.bfloat16
+_MEAN_TENSORS = 2  # the mean of three on the way there and one on the way back
 
 
 def calibrate(args: argparse.Namespace, config: ModelConfig, lengths: Sequence[int], device: torch.device) -> None:
@@ -180,11 +183,6 @@ def _sentences(calibration: Calibration) -> list[str]:
             f"shard the model; with it whole steps are predicted to {fixed.relative_rms_error:.1%} (RMS)."
         )
     return found + [warning[0].upper() + warning[1:] + "." for warning in calibration.warnings]
-
-
-# What a rank receives of a token: three heads of 128 numbers in bfloat16, as with FLUX in a bag of 8.
-_HEADS_PER_RANK, _HEAD_DIM, _DTYPE = 3, 128, torch.bfloat16
-_MEAN_TENSORS = 2  # the mean of three on the way there and one on the way back
 
 
 @dataclass(frozen=True)
