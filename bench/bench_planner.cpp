@@ -41,8 +41,8 @@ void plan(benchmark::State& state, const SequenceLengths& lens, const std::strin
           Effort effort) {
   const PlanInput input{
       .seq_lens = lens, .topology = Topology::parse(topology, lens.num_ranks()), .d_model = 3072, .workload = {}};
-  for (auto _ : state) benchmark::DoNotOptimize(make_plan(input, solver, effort));
-  const Plan result = make_plan(input, solver, effort);
+  for (auto _ : state) benchmark::DoNotOptimize(plan_micro_batch(input, solver, effort));
+  const MicroBatchPlan result = plan_micro_batch(input, solver, effort);
   state.counters["sequences"] = lens.num_sequences();
   state.counters["max_over_mean"] = result.balance_after().max_over_mean();
   state.counters["gap"] = prediction_of(result).gap();
@@ -79,7 +79,7 @@ void plan_step_of(benchmark::State& state, const SequenceLengths& lens) {
                         .num_micro_batches = 4};
   const Effort effort{.moves = state.range(0)};
   for (auto _ : state) benchmark::DoNotOptimize(plan_step(input, "balanced", effort));
-  const StepPlan result = plan_step(input, "balanced", effort);
+  const Plan result = plan_step(input, "balanced", effort);
   state.counters["sequences"] = lens.num_sequences();
   state.counters["exchanged_fraction"] = result.exchanged_fraction();
   state.counters["gap"] = prediction_of(result).gap();

@@ -12,7 +12,7 @@ int main() {
       {{25'000}, {256, 400, 300}, {1'024}, {4'096, 256}, {256}, {9'000}, {700, 700}, {300}});  // tokens, by rank
   input.d_model = 3072;
   try {
-    const knapformer::Plan plan = knapformer::make_plan(input, "balanced");
+    const knapformer::MicroBatchPlan plan = knapformer::plan_micro_batch(input, "balanced");
     for (int32_t s = 0; s < plan.num_sequences(); ++s) {
       const knapformer::Placement& place = plan.placement(knapformer::SequenceId(s));
       std::printf("sequence %2d: %5lld tokens on %d ranks from rank %d\n", s,
@@ -21,7 +21,7 @@ int main() {
     }
     std::printf("work, highest over mean: %.3f before, %.3f after; predicted step: %.3f s\n",
                 plan.balance_before().max_over_mean(), plan.balance_after().max_over_mean(),
-                knapformer::predict_step(plan).total_s());
+                knapformer::predict_micro_batch(plan).total_s());
   } catch (const knapformer::ArgumentError& error) {
     std::fprintf(stderr, "%s\n", error.what());
     return 2;

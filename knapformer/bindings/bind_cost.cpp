@@ -3,7 +3,7 @@
 
 #include "knapformer/bindings/arguments.h"
 #include "knapformer/core/cost/step_time.h"
-#include "knapformer/core/plan/step_plan.h"
+#include "knapformer/core/plan/plan.h"
 #include "knapformer/core/util/error.h"
 
 namespace py = pybind11;
@@ -116,8 +116,8 @@ void bind_step_time(py::module_& m) {
 }
 
 /// Of one micro-batch.
-const Plan& plan_from(py::handle plan) {
-  const auto& step = instance_from<StepPlan>(plan, "plan", "a Plan");
+const MicroBatchPlan& plan_from(py::handle plan) {
+  const auto& step = instance_from<Plan>(plan, "plan", "a Plan");
   if (step.num_micro_batches() > 1)
     throw_argument("plan", text("one of ", step.num_micro_batches(), " micro-batches"), "one of its plans");
   return step.plans()[0];
@@ -160,7 +160,7 @@ void bind_cost(py::module_& m) {
           py::arg("seq_len"), py::arg("d_model"), py::arg("mask") = "full", "FLOPs of a whole sequence, forward.");
   bind_step_time(m);
   m.def("predict_step", [](py::handle plan, py::handle measured) {
-    const Plan& of = plan_from(plan);
+    const MicroBatchPlan& of = plan_from(plan);
     std::vector<RankCompute> ranks;
     for_each_item(measured, "measured", "for each rank three numbers", [&](py::handle of_rank) {
       const std::string name = text("measured[", ranks.size(), "]");
@@ -169,8 +169,8 @@ void bind_cost(py::module_& m) {
       ranks.push_back({seconds[0], seconds[1], seconds[2]});
     });
     const py::gil_scoped_release release;
-    return predict_step(of, ranks);
+    return predict_micro_batch(of, ranks);
   });
-  m.def("plan_home", [](py::handle plan) { return StepPlan(plan_home(plan_from(plan).input())); });
-  m.def("plan_home_bags", [](py::handle plan) { return StepPlan(plan_home_bags(plan_from(plan).input())); });
+  m.def("plan_home", [](py::handle plan) { return Plan(plan_home(plan_from(plan).input())); });
+  m.def("plan_home_bags", [](py::handle plan) { return Plan(plan_home_bags(plan_from(plan).input())); });
 }

@@ -5,7 +5,7 @@
 #include "knapformer/core/model/data_mix.h"
 #include "knapformer/core/model/mask.h"
 #include "knapformer/core/model/topology.h"
-#include "knapformer/core/plan/plan.h"
+#include "knapformer/core/plan/micro_batch_plan.h"
 #include "knapformer/core/util/error.h"
 
 namespace py = pybind11;

@@ -1,4 +1,4 @@
-// StepPlan, which is Python's Plan: a step of one micro-batch is one, too.
+// Plan, which is Python's Plan: a step of one micro-batch is one, too.
 #include <pybind11/operators.h>
 #include <pybind11/stl.h>
 
@@ -8,7 +8,7 @@
 #include "knapformer/core/cost/bounds.h"
 #include "knapformer/core/cost/plan_json.h"
 #include "knapformer/core/cost/step_time.h"
-#include "knapformer/core/plan/step_plan.h"
+#include "knapformer/core/plan/plan.h"
 #include "knapformer/core/planners/whole_step/micro_batches.h"
 #include "knapformer/core/util/error.h"
 
@@ -19,7 +19,7 @@ namespace {
 
 /// visit(id, plan, its id in that plan) for each sequence of the step, with the plan of its micro-batch.
 template <class Visit>
-void for_each_sequence(const StepPlan& step, Visit visit) {
+void for_each_sequence(const Plan& step, Visit visit) {
   std::vector<int32_t> next(static_cast<size_t>(step.num_micro_batches()));
   for (size_t s = 0; s < step.micro_batches().size(); ++s) {
     const int32_t k = step.micro_batches()[s];
@@ -30,17 +30,17 @@ void for_each_sequence(const StepPlan& step, Visit visit) {
 /// By sequence, a value of its placement.
 template <class Field>
 auto per_sequence(Field field) {
-  return [field](const StepPlan& step) {
+  return [field](const Plan& step) {
     std::vector<int32_t> out;
-    for_each_sequence(step,
-                      [&](SequenceId, const Plan& plan, SequenceId id) { out.push_back(field(plan.placement(id))); });
+    for_each_sequence(
+        step, [&](SequenceId, const MicroBatchPlan& plan, SequenceId id) { out.push_back(field(plan.placement(id))); });
     return out;
   };
 }
 
 /// By degree, a number of how attention is cut.
 auto by_degree(int32_t QueryCut::*number) {
-  return [number](const StepPlan& step) {
+  return [number](const Plan& step) {
     std::map<int32_t, int32_t> numbers;
     for (const QueryCut& cut : step.input().sequences.query_cuts) numbers[cut.degree] = cut.*number;
     return numbers;
@@ -50,11 +50,11 @@ auto by_degree(int32_t QueryCut::*number) {
 /// By rank, a value for each chunk there: the micro-batches one after another, in row order.
 template <class Field>
 auto per_chunk(Field field) {
-  return [field](const StepPlan& step) {
+  return [field](const Plan& step) {
     std::vector<std::vector<int64_t>> out(static_cast<size_t>(step.num_ranks()));
     for (int32_t k = 0; k < step.num_micro_batches(); ++k) {
       const std::vector<SequenceId> ids = step.sequences_of(k);
-      const Plan& plan = step.plans()[k];
+      const MicroBatchPlan& plan = step.plans()[k];
       for (int32_t r = 0; r < step.num_ranks(); ++r) {
         for (const int32_t index : plan.chunks_on(Rank(r)))
           out[r].push_back(field(plan.chunk(index), ids[plan.chunk(index).sequence.index()]));
@@ -66,21 +66,21 @@ auto per_chunk(Field field) {
 
 /// By rank, a value of the plan's, summed over the micro-batches.
 template <class T>
-auto summed(std::span<const T> (Plan::*values)() const) {
-  return [values](const StepPlan& step) {
+auto summed(std::span<const T> (MicroBatchPlan::*values)() const) {
+  return [values](const Plan& step) {
     std::vector<T> sums(static_cast<size_t>(step.num_ranks()));
-    for (const Plan& plan : step.plans())
+    for (const MicroBatchPlan& plan : step.plans())
       for (size_t r = 0; r < sums.size(); ++r) sums[r] += (plan.*values)()[r];
     return sums;
   };
 }
 
-LoadBalance balance_before(const StepPlan& step) { return LoadBalance::of(summed(&Plan::workload_before)(step)); }
-LoadBalance balance_after(const StepPlan& step) { return LoadBalance::of(summed(&Plan::workload_after)(step)); }
+LoadBalance balance_before(const Plan& step) { return LoadBalance::of(summed(&MicroBatchPlan::workload_before)(step)); }
+LoadBalance balance_after(const Plan& step) { return LoadBalance::of(summed(&MicroBatchPlan::workload_after)(step)); }
 
-py::list chunks(const StepPlan& step) {
+py::list chunks(const Plan& step) {
   py::list out;
-  for_each_sequence(step, [&](SequenceId id, const Plan& plan, SequenceId in_plan) {
+  for_each_sequence(step, [&](SequenceId id, const MicroBatchPlan& plan, SequenceId in_plan) {
     for (const Chunk& c : plan.chunks(in_plan))
       out.append(py::make_tuple(id.value, c.rank.value, c.first_token, c.num_tokens));
   });
@@ -88,9 +88,9 @@ py::list chunks(const StepPlan& step) {
 }
 
 /// By sequence, the parts of its queries: (first query, queries, first key, keys, pairs).
-py::list parts_of_sequence(const StepPlan& step) {
+py::list parts_of_sequence(const Plan& step) {
   py::list out;
-  for_each_sequence(step, [&](SequenceId, const Plan& plan, SequenceId in_plan) {
+  for_each_sequence(step, [&](SequenceId, const MicroBatchPlan& plan, SequenceId in_plan) {
     const int64_t length = plan.seq_lens()[in_plan];
     const Mask mask = plan.input().mask_of(in_plan).value_or(Mask());
     py::list parts;
@@ -102,24 +102,24 @@ py::list parts_of_sequence(const StepPlan& step) {
   return out;
 }
 
-std::vector<std::string> masks(const StepPlan& step) {
+std::vector<std::string> masks(const Plan& step) {
   std::vector<std::string> texts;
   for (const Mask& mask : step.input().sequences.masks) texts.push_back(mask.str());
   return texts;
 }
 
-std::vector<double> sequence_works(const StepPlan& step) {
+std::vector<double> sequence_works(const Plan& step) {
   std::vector<double> works;
   for (int32_t s = 0; s < step.seq_lens().num_sequences(); ++s)
     works.push_back(step.input().sequences.work(SequenceId(s)));
   return works;
 }
 
-std::vector<double> chunk_works(const StepPlan& step) {
+std::vector<double> chunk_works(const Plan& step) {
   const PlanInput& input = step.input().sequences;
   const AttentionShares shares = input.attention_shares();
   std::vector<double> works;
-  for_each_sequence(step, [&](SequenceId id, const Plan& plan, SequenceId in_plan) {
+  for_each_sequence(step, [&](SequenceId id, const MicroBatchPlan& plan, SequenceId in_plan) {
     const Placement& place = plan.placement(in_plan);
     for (const Chunk& chunk : plan.chunks(in_plan))
       works.push_back(input.token_work(chunk.num_tokens) +
@@ -128,31 +128,31 @@ std::vector<double> chunk_works(const StepPlan& step) {
   return works;
 }
 
-StepPlan on(const StepPlan& step, const py::object& cluster, const py::object& model, const py::object& gamma) {
+Plan on(const Plan& step, const py::object& cluster, const py::object& model, const py::object& gamma) {
   StepInput input = step.input();
   if (!cluster.is_none()) input.sequences.cluster = cluster_from(cluster);
   if (!model.is_none()) input.sequences.model = model_from(model);
   if (!gamma.is_none()) input.sequences.workload.gamma = number_from(gamma, "gamma");
   input.validate();
   std::vector<PlanInput> inputs = micro_batch_inputs(input, step.micro_batches());
-  std::vector<Plan> plans;
+  std::vector<MicroBatchPlan> plans;
   for (int32_t k = 0; k < step.num_micro_batches(); ++k) {
-    const Plan& plan = step.plans()[k];
+    const MicroBatchPlan& plan = step.plans()[k];
     plans.emplace_back(std::move(inputs[k]), plan.solver(),
                        std::vector(plan.placements().begin(), plan.placements().end()), plan.chunk_lens());
   }
   return {std::move(input), {step.micro_batches().begin(), step.micro_batches().end()}, std::move(plans)};
 }
 
-int32_t micro_batch_from(const StepPlan& plan, py::handle micro_batch) {
+int32_t micro_batch_from(const Plan& plan, py::handle micro_batch) {
   return integer_from<int32_t>(micro_batch, "micro_batch", 0, plan.num_micro_batches() - 1);
 }
 
-Rank rank_from(const StepPlan& plan, py::handle rank) {
+Rank rank_from(const Plan& plan, py::handle rank) {
   return Rank(integer_from<int32_t>(rank, "rank", 0, plan.num_ranks() - 1));
 }
 
-std::vector<std::tuple<int32_t, int64_t, int64_t>> chunks_on(const StepPlan& plan, const py::object& rank,
+std::vector<std::tuple<int32_t, int64_t, int64_t>> chunks_on(const Plan& plan, const py::object& rank,
                                                              const py::object& micro_batch) {
   std::vector<std::tuple<int32_t, int64_t, int64_t>> held;
   for (const Chunk& chunk : plan.chunks_on(rank_from(plan, rank), micro_batch_from(plan, micro_batch)))
@@ -160,7 +160,7 @@ std::vector<std::tuple<int32_t, int64_t, int64_t>> chunks_on(const StepPlan& pla
   return held;
 }
 
-std::string describe(const StepPlan& plan) {
+std::string describe(const Plan& plan) {
   const std::string several =
       plan.num_micro_batches() == 1
           ? ""
@@ -174,23 +174,22 @@ std::string describe(const StepPlan& plan) {
 }  // namespace
 
 void bind_plan(py::module_& m) {
-  py::class_<StepPlan, std::shared_ptr<StepPlan>> plan(
+  py::class_<Plan, std::shared_ptr<Plan>> plan(
       m, "Plan",
       "Which ranks hold which tokens of every sequence of a step, and in which of its micro-batches. Constant; equal "
       "inputs give equal plans.\n\nA plan of several micro-batches numbers the sequences of the whole step. What is "
       "said per rank is then the sum, or the list, of all micro-batches; `plans` has them one by one.");
   const auto property = properties_of(plan);
-  property("topology", "The bags, over all ranks.", [](const StepPlan& p) { return p.input().sequences.topology; });
+  property("topology", "The bags, over all ranks.", [](const Plan& p) { return p.input().sequences.topology; });
   property("workload", "The FLOP formula that the plan was made with.",
-           [](const StepPlan& p) { return p.input().sequences.workload; });
-  property("d_model", "Width of the blocks, in features.",
-           [](const StepPlan& p) { return p.input().sequences.d_model; });
-  property("solver", "The name of the solver that made the plan.", &StepPlan::solver);
-  property("num_ranks", "How many ranks all replicas have.", &StepPlan::num_ranks);
+           [](const Plan& p) { return p.input().sequences.workload; });
+  property("d_model", "Width of the blocks, in features.", [](const Plan& p) { return p.input().sequences.d_model; });
+  property("solver", "The name of the solver that made the plan.", &Plan::solver);
+  property("num_ranks", "How many ranks all replicas have.", &Plan::num_ranks);
   property("num_sequences", "How many sequences all ranks have.",
-           [](const StepPlan& p) { return p.seq_lens().num_sequences(); });
-  property("num_tokens", "How many tokens all sequences have.", &StepPlan::num_tokens);
-  property("seq_lens", "Per home rank, the lengths of its sequences, in tokens.", [](const StepPlan& p) {
+           [](const Plan& p) { return p.seq_lens().num_sequences(); });
+  property("num_tokens", "How many tokens all sequences have.", &Plan::num_tokens);
+  property("seq_lens", "Per home rank, the lengths of its sequences, in tokens.", [](const Plan& p) {
     std::vector<std::vector<int64_t>> lens;
     for (int32_t r = 0; r < p.num_ranks(); ++r) {
       const auto of_rank = p.seq_lens().lens(Rank(r));
@@ -198,20 +197,19 @@ void bind_plan(py::module_& m) {
     }
     return lens;
   });
-  property("num_micro_batches", "How many the step has; some may be empty.", &StepPlan::num_micro_batches);
+  property("num_micro_batches", "How many the step has; some may be empty.", &Plan::num_micro_batches);
   property("micro_batches", "Per sequence, the micro-batch that computes it.",
-           [](const StepPlan& p) { return std::vector<int32_t>(p.micro_batches().begin(), p.micro_batches().end()); });
+           [](const Plan& p) { return std::vector<int32_t>(p.micro_batches().begin(), p.micro_batches().end()); });
   property("sync", "Where ranks wait for each other: in every 'micro_batch', or once, at the end of the 'step'.",
-           [](const StepPlan& p) { return step_sync_name(p.input().sync); });
-  property(
-      "plans", "Per micro-batch, a plan of its sequences, which numbers these alone: see sequences_of.",
-      [](const py::object& self) {
-        const auto& step = self.cast<const StepPlan&>();
-        py::list plans;
-        for (int32_t k = 0; k < step.num_micro_batches(); ++k)
-          plans.append(step.num_micro_batches() == 1 ? self : py::cast(std::make_shared<StepPlan>(step.plans()[k])));
-        return plans;
-      });
+           [](const Plan& p) { return step_sync_name(p.input().sync); });
+  property("plans", "Per micro-batch, a plan of its sequences, which numbers these alone: see sequences_of.",
+           [](const py::object& self) {
+             const auto& step = self.cast<const Plan&>();
+             py::list plans;
+             for (int32_t k = 0; k < step.num_micro_batches(); ++k)
+               plans.append(step.num_micro_batches() == 1 ? self : py::cast(std::make_shared<Plan>(step.plans()[k])));
+             return plans;
+           });
   property("bag_of_sequence", "Per sequence, the number of the bag that holds it.",
            per_sequence([](const Placement& p) { return p.bag.value; }));
   property("first_rank_of_sequence", "Per sequence, the first of the consecutive ranks that hold it.",
@@ -234,48 +232,48 @@ void bind_plan(py::module_& m) {
            per_chunk([](const Chunk&, SequenceId id) { return id.value; }));
   property("chunks", "Tuples (sequence, rank, first token, tokens), in sequence order.", &chunks);
   property("workload_before", "Per rank, FLOPs of one block forward where every sequence stays at home.",
-           summed(&Plan::workload_before));
-  property("workload_after", "Per rank, FLOPs of one block forward under the plan.", summed(&Plan::workload_after));
-  property("tokens_before", "Per rank, the tokens of its own sequences.", summed(&Plan::tokens_before));
-  property("tokens_after", "Per rank, the tokens that it holds under the plan.", summed(&Plan::tokens_after));
+           summed(&MicroBatchPlan::workload_before));
+  property("workload_after", "Per rank, FLOPs of one block forward under the plan.",
+           summed(&MicroBatchPlan::workload_after));
+  property("tokens_before", "Per rank, the tokens of its own sequences.", summed(&MicroBatchPlan::tokens_before));
+  property("tokens_after", "Per rank, the tokens that it holds under the plan.", summed(&MicroBatchPlan::tokens_after));
   property("wir_before", "Highest over lowest workload of a rank; infinite where a rank has none.",
-           [](const StepPlan& p) { return balance_before(p).wir(); });
-  property("wir_after", "The same under the plan.", [](const StepPlan& p) { return balance_after(p).wir(); });
+           [](const Plan& p) { return balance_before(p).wir(); });
+  property("wir_after", "The same under the plan.", [](const Plan& p) { return balance_after(p).wir(); });
   property("max_over_mean_before",
            "Highest workload of a rank over the mean, where every sequence stays at home; 1 is even.",
-           [](const StepPlan& p) { return balance_before(p).max_over_mean(); });
+           [](const Plan& p) { return balance_before(p).max_over_mean(); });
   property("max_over_mean_after", "The same under the plan.",
-           [](const StepPlan& p) { return balance_after(p).max_over_mean(); });
-  property("max_tokens", "Tokens of the fullest rank of any micro-batch.", &StepPlan::max_tokens);
-  property("tokens_moved", "Tokens held by another rank than their home.", &StepPlan::tokens_moved);
+           [](const Plan& p) { return balance_after(p).max_over_mean(); });
+  property("max_tokens", "Tokens of the fullest rank of any micro-batch.", &Plan::max_tokens);
+  property("tokens_moved", "Tokens held by another rank than their home.", &Plan::tokens_moved);
   property("attention_tokens_moved", "Tokens that leave their rank in each all-to-all of an attention.",
-           &StepPlan::attention_tokens_moved);
-  property("exchanged_fraction", "attention_tokens_moved over num_tokens.", &StepPlan::exchanged_fraction);
-  property("predicted_time", "Predicted seconds of the step.",
-           [](const StepPlan& p) { return predict_accumulated(p).total_s; });
+           &Plan::attention_tokens_moved);
+  property("exchanged_fraction", "attention_tokens_moved over num_tokens.", &Plan::exchanged_fraction);
+  property("predicted_time", "Predicted seconds of the step.", [](const Plan& p) { return predict_step(p).total_s; });
   property("predicted_times",
            "Per micro-batch, predicted seconds. They add up to predicted_time where ranks wait in every micro-batch.",
-           [](const StepPlan& p) { return predict_accumulated(p).micro_batch_s; });
+           [](const Plan& p) { return predict_step(p).micro_batch_s; });
   property("lower_bound",
            "No plan of these sequences, this topology and this number of micro-batches takes fewer seconds.",
-           [](const StepPlan& p) { return lower_bound_s(p.input()); });
+           [](const Plan& p) { return lower_bound_s(p.input()); });
   property("gap", "predicted_time / lower_bound - 1: how far from the best this plan may be.",
-           [](const StepPlan& p) { return prediction_of(p).gap(); });
+           [](const Plan& p) { return prediction_of(p).gap(); });
   property("ideal_time",
            "Seconds of the step with the work spread evenly and no exchange, plus the fixed time of each micro-batch.",
-           [](const StepPlan& p) { return predict_accumulated(p).ideal_s; });
+           [](const Plan& p) { return predict_step(p).ideal_s; });
   property("cluster", "The cluster that times are predicted with.",
-           [](const StepPlan& p) { return p.input().sequences.cluster; });
-  property("model", "The model that a step runs.", [](const StepPlan& p) { return p.input().sequences.model; });
+           [](const Plan& p) { return p.input().sequences.cluster; });
+  property("model", "The model that a step runs.", [](const Plan& p) { return p.input().sequences.model; });
   property("sequence_works", "Per sequence, FLOPs of one block forward.", &sequence_works);
   property("chunk_works", "For each of `chunks`, FLOPs of one block forward that are done on its rank.", &chunk_works);
   property("attention_pairs",
            "Per sequence, how many (query, key) pairs its mask leaves. Empty: full attention everywhere.",
-           [](const StepPlan& p) { return p.input().sequences.attention_pairs; });
+           [](const Plan& p) { return p.input().sequences.attention_pairs; });
   property("masks", "Per sequence, the text of its mask. Empty: full attention everywhere, or not known.", &masks);
   plan.def(
           "sequences_of",
-          [](const StepPlan& p, const py::object& micro_batch) {
+          [](const Plan& p, const py::object& micro_batch) {
             std::vector<int32_t> ids;
             for (const SequenceId id : p.sequences_of(micro_batch_from(p, micro_batch))) ids.push_back(id.value);
             return ids;
@@ -287,7 +285,7 @@ void bind_plan(py::module_& m) {
            "tokens of the sequence.")
       .def(
           "home_sequences",
-          [](const StepPlan& p, const py::object& rank, const py::object& micro_batch) {
+          [](const Plan& p, const py::object& rank, const py::object& micro_batch) {
             return p.home_sequences(rank_from(p, rank), micro_batch_from(p, micro_batch));
           },
           py::arg("rank"), py::arg("micro_batch"),
@@ -298,14 +296,13 @@ void bind_plan(py::module_& m) {
       .def("on", &on, py::arg("cluster") = py::none(), py::arg("model") = py::none(), py::arg("gamma") = py::none(),
            "The same decision on another cluster, for another model, or at another gamma: None leaves the plan's own. "
            "Raises ArgumentError.")
-      .def("validate", &StepPlan::validate,
-           "Checks every promise of a plan; raises StateError with the first one broken.")
+      .def("validate", &Plan::validate, "Checks every promise of a plan; raises StateError with the first one broken.")
       .def("to_json", &plan_to_json, "The plan as text, to be read by from_json.")
       .def_static(
           "from_json", [](const py::object& json) { return plan_from_json(text_from(json, "json")); }, py::arg("json"),
           "The plan that to_json wrote. Raises ArgumentError where the text holds no plan, or no valid one.")
       .def(py::self == py::self)
-      .def(py::pickle([](const StepPlan& p) { return py::str(plan_to_json(p)); },
+      .def(py::pickle([](const Plan& p) { return py::str(plan_to_json(p)); },
                       [](const py::str& s) { return plan_from_json(s.cast<std::string>()); }))
       .def("__repr__", &describe);
 }

@@ -84,8 +84,8 @@ void give_each(std::vector<PlanInput>& batches, py::handle lists, std::string_vi
     throw_argument(argument, text(num_lists, " lists"), text("one for each of the ", batches.size(), " batches"));
 }
 
-StepPlan plan_of(py::handle seq_lens_per_rank, py::handle topology, py::handle cost, py::handle micro_batches,
-                 py::handle max_tokens_per_rank, py::handle masks, py::handle work, py::handle solver) {
+Plan plan_of(py::handle seq_lens_per_rank, py::handle topology, py::handle cost, py::handle micro_batches,
+             py::handle max_tokens_per_rank, py::handle masks, py::handle work, py::handle solver) {
   StepInput step{.sequences = settings_from(cost, max_tokens_per_rank)};
   step.sequences.d_model = width_from(cost.attr("d_model"));
   step.sequences.seq_lens = lengths_from(seq_lens_per_rank, "seq_lens_per_rank");

@@ -13,7 +13,7 @@ PlanningAhead& ahead_from(const py::object& ahead) {
   return instance_from<PlanningAhead>(ahead, "ahead", "what start_planning returned");
 }
 
-const StepPlan& plan_from(const py::object& plan) { return instance_from<StepPlan>(plan, "plan", "a Plan"); }
+const Plan& plan_from(const py::object& plan) { return instance_from<Plan>(plan, "plan", "a Plan"); }
 
 }  // namespace
 

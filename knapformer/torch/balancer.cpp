@@ -51,8 +51,8 @@ void SequenceBalancer::begin_step(std::string_view call, const Planning& plannin
   feedback_.begin_step();
 }
 
-std::shared_ptr<StepPlan> SequenceBalancer::plan_routing(std::span<const int64_t> seq_lens, int64_t d_model,
-                                                         const StepData& data) {
+std::shared_ptr<Plan> SequenceBalancer::plan_routing(std::span<const int64_t> seq_lens, int64_t d_model,
+                                                     const StepData& data) {
   clear();
   return take(ranks_->collective([&] {
     RECORD_USER_SCOPE("knapformer::plan_routing");
@@ -128,7 +128,7 @@ void SequenceBalancer::check_started(const PlanningAhead& ahead) const {
   if (ahead.thread_ != planning_thread_) throw_argument("ahead", "another balancer's", "what this one started");
 }
 
-std::shared_ptr<StepPlan> SequenceBalancer::finish_planning(PlanningAhead& ahead) {
+std::shared_ptr<Plan> SequenceBalancer::finish_planning(PlanningAhead& ahead) {
   clear();
   return take(ranks_->collective([&] {
     RECORD_USER_SCOPE("knapformer::finish_planning");
@@ -179,12 +179,12 @@ void SequenceBalancer::clear() {
   last_step_.reset();
 }
 
-SequenceBalancer::Made* SequenceBalancer::made(const StepPlan& plan) {
+SequenceBalancer::Made* SequenceBalancer::made(const Plan& plan) {
   const auto found = std::ranges::find_if(made_, [&](const Made& made) { return made.plan.lock().get() == &plan; });
   return found == made_.end() ? nullptr : &*found;
 }
 
-std::shared_ptr<StepPlan> SequenceBalancer::take(const Planned& planned) {
+std::shared_ptr<Plan> SequenceBalancer::take(const Planned& planned) {
   for (const std::string& warning : feedback_.add(planned.observed)) {
     if (ranks_->rank().value == 0) TORCH_WARN(warning);  // all ranks know
   }
@@ -193,13 +193,13 @@ std::shared_ptr<StepPlan> SequenceBalancer::take(const Planned& planned) {
   if (planned.refused) throw ArgumentError(*planned.refused);
   std::erase_if(made_, [](const Made& made) { return made.plan.expired(); });
   last_step_ = planned.step;
-  const std::shared_ptr<StepPlan>& plan = last_step_->plan;
+  const std::shared_ptr<Plan>& plan = last_step_->plan;
   if (made(*plan) == nullptr) made_.push_back({plan, last_step_, last_step_->first_number});
   if (plan->num_micro_batches() == 1) follow({ranks_, last_step_->micro_batch(0, ranks_->rank())});
   return plan;
 }
 
-Step SequenceBalancer::agreed(const Plan& plan) {
+Step SequenceBalancer::agreed(const MicroBatchPlan& plan) {
   RECORD_USER_SCOPE("knapformer::follow");
   if (plan.num_ranks() != num_ranks() || plan.topology() != topology()) {
     throw_argument("plan", text("one of ", plan.topology().str(), " on ", plan.num_ranks(), " ranks"),
@@ -210,13 +210,12 @@ Step SequenceBalancer::agreed(const Plan& plan) {
   feedback_.begin_step();
   const int64_t number = ranks_->take_numbers(1);
   ranks_->enter_step(Fingerprint("follow", number));
-  std::shared_ptr<RankPlan> on_rank =
-      PlannedStep(std::make_shared<StepPlan>(plan), number).micro_batch(0, ranks_->rank());
+  std::shared_ptr<RankPlan> on_rank = PlannedStep(std::make_shared<Plan>(plan), number).micro_batch(0, ranks_->rank());
   if (ranks_->all()) on_rank->agreement.emplace(*ranks_->all(), *on_rank->plan);
   return {ranks_, std::move(on_rank)};
 }
 
-Step SequenceBalancer::step(const StepPlan& plan, int32_t micro_batch) {
+Step SequenceBalancer::step(const Plan& plan, int32_t micro_batch) {
   return ranks_->collective([&]() -> Step {
     if (micro_batch < 0 || micro_batch >= plan.num_micro_batches()) {
       throw_argument("micro_batch", micro_batch, text("0 to ", plan.num_micro_batches() - 1));
@@ -233,7 +232,7 @@ Step SequenceBalancer::step(const StepPlan& plan, int32_t micro_batch) {
   });
 }
 
-const Plan& SequenceBalancer::follow(Step step) {
+const MicroBatchPlan& SequenceBalancer::follow(Step step) {
   current_ = std::move(step);
   *step_in_backward_ = 0;
   feedback_.begin_plan(plan());
@@ -278,7 +277,7 @@ void SequenceBalancer::observe(double seconds) {
 }
 
 StepMetrics SequenceBalancer::metrics() {
-  const Plan& p = plan();
+  const MicroBatchPlan& p = plan();
   const LoadBalance before = p.balance_before(), after = p.balance_after();
   const Ranks::Traffic now = ranks_->traffic();
   const LoadObserver& observer = feedback_.observer();

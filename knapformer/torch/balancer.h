@@ -33,8 +33,8 @@
 #include <vector>
 
 #include "knapformer/core/model/mask.h"
+#include "knapformer/core/plan/micro_batch_plan.h"
 #include "knapformer/core/plan/plan.h"
-#include "knapformer/core/plan/step_plan.h"
 #include "knapformer/core/util/error.h"
 #include "knapformer/torch/comm/gather_lengths.h"
 #include "knapformer/torch/feedback.h"
@@ -101,14 +101,14 @@ class SequenceBalancer {
   /// of the blocks, in features. A step of one micro-batch is in force until the next plan; of several, step gives each
   /// of them, and follow puts it in force. Exchanges that ran under the plan before keep their backward. Where these
   /// lengths cannot keep max_tokens_per_rank it throws ArgumentError on all ranks, and plans other lengths as before.
-  std::shared_ptr<StepPlan> plan_routing(std::span<const int64_t> seq_lens, int64_t d_model, const StepData& data = {});
+  std::shared_ptr<Plan> plan_routing(std::span<const int64_t> seq_lens, int64_t d_model, const StepData& data = {});
 
   /// As plan_routing in two halves, of which the first launches the gather of lengths and returns, while another step
   /// computes; the rest runs on a thread of its own. Steps that were started may be finished in any order, and again,
   /// as long as all ranks do the same.
   std::shared_ptr<PlanningAhead> start_planning(std::span<const int64_t> seq_lens, int64_t d_model,
                                                 const StepData& data);
-  std::shared_ptr<StepPlan> finish_planning(PlanningAhead& ahead);
+  std::shared_ptr<Plan> finish_planning(PlanningAhead& ahead);
 
   /// Between the two halves, where samples are given: waits for the plan, and starts to move them. What has failed is
   /// thrown by finish_planning, so that it ends no step before.
@@ -121,9 +121,9 @@ class SequenceBalancer {
   /// and where ranks hold their chunks from the start it is left out. That takes one all-gather of a number, in which
   /// ranks make sure that they have the same plan: the step's first exchange waits for it. Throws ArgumentError where
   /// the plan is of another topology or number of ranks. Collective.
-  Step step(const StepPlan& plan, int32_t micro_batch = 0);
+  Step step(const Plan& plan, int32_t micro_batch = 0);
   /// Puts the step in force: what follows goes by it, observe and metrics are of it.
-  const Plan& follow(Step step);
+  const MicroBatchPlan& follow(Step step);
   /// The one in force. Throws StateError where there is none.
   const Step& current() const;
 
@@ -134,7 +134,7 @@ class SequenceBalancer {
   /// By outputs of the step in force it shows whose backward pass runs. Returns `output`.
   at::Tensor watched(at::Tensor output);
 
-  const Plan& plan() const { return current().plan(); }
+  const MicroBatchPlan& plan() const { return current().plan(); }
 
   /// Tensors on this device will come: what is planned ahead from now on packs its index tables for it. Without, a
   /// balancer knows a device from the first exchange there. Not collective.
@@ -169,12 +169,12 @@ class SequenceBalancer {
  private:
   /// A plan that this balancer made, on all ranks alike, and its tables as long as somebody holds them.
   struct Made {
-    std::weak_ptr<StepPlan> plan;
+    std::weak_ptr<Plan> plan;
     std::weak_ptr<PlannedStep> on_rank;
     int64_t first_number;  // of its micro-batches' steps
   };
   /// Null for another plan. Plans are the same object or are not the same.
-  Made* made(const StepPlan& plan);
+  Made* made(const Plan& plan);
   /// By the options, with what was learned from steps in them.
   Planning planning_of(int64_t d_model, int32_t num_micro_batches) const;
   void begin_step(std::string_view call, const Planning& planning);
@@ -186,9 +186,9 @@ class SequenceBalancer {
   void clear();
   /// Learns from what was measured, and throws where there is no plan. Keeps in mind what was planned, and puts it in
   /// force where it has one micro-batch.
-  std::shared_ptr<StepPlan> take(const Planned& planned);
+  std::shared_ptr<Plan> take(const Planned& planned);
   /// Of a plan that every rank made by itself.
-  Step agreed(const Plan& plan);
+  Step agreed(const MicroBatchPlan& plan);
 
   std::shared_ptr<Ranks> ranks_;
   std::shared_ptr<LengthGatherer> gatherer_;  // null for one rank alone

@@ -8,7 +8,7 @@
 
 namespace knapformer {
 
-void StepFeedback::begin_plan(const Plan& plan) {
+void StepFeedback::begin_plan(const MicroBatchPlan& plan) {
   ++num_plans_;
   const double gamma = plan.input().workload.gamma;
   Loads loads{.step = step_, .plan = num_plans_, .token_work = {}, .attention_work = {}};

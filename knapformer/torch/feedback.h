@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "knapformer/core/model/load_observer.h"
-#include "knapformer/core/plan/plan.h"
+#include "knapformer/core/plan/micro_batch_plan.h"
 #include "knapformer/torch/comm/gather_lengths.h"
 
 namespace knapformer {
@@ -26,7 +26,7 @@ class StepFeedback {
   /// Plans are of another step from now on.
   void begin_step() { ++step_; }
   /// The next observation is of this plan, and of those of its step since the last observation.
-  void begin_plan(const Plan& plan);
+  void begin_plan(const MicroBatchPlan& plan);
   /// Throws ArgumentError where seconds are not from 1e-12 to 1e12.
   void observe(double seconds);
   /// What this rank observed since the last call, for the other ranks.

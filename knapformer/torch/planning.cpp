@@ -40,7 +40,7 @@ SequenceRows rows_of(const std::vector<QueryPart>& sequences) {
 }
 
 /// Of all that says which rows move: ranks that follow plans of different hash would not exchange the same rows.
-int64_t hash_of(const Plan& plan) {
+int64_t hash_of(const MicroBatchPlan& plan) {
   uint64_t hash = 0;
   const auto add = [&](int64_t value) {  // as boost::hash_combine, with the last steps of MurmurHash3
     hash ^= static_cast<uint64_t>(value) + 0x9e3779b97f4a7c15 + (hash << 6) + (hash >> 2);
@@ -61,7 +61,7 @@ int64_t hash_of(const Plan& plan) {
 
 }  // namespace
 
-PlanAgreement::PlanAgreement(CommGroup& group, const Plan& plan) {
+PlanAgreement::PlanAgreement(CommGroup& group, const MicroBatchPlan& plan) {
   const at::TensorOptions options = at::TensorOptions().dtype(at::kLong).device(group.control_device());
   own_ = at::full({1}, hash_of(plan), options);
   gathered_ = at::empty({group.num_ranks()}, options);
@@ -79,10 +79,10 @@ void PlanAgreement::await(CommGroup& group) {
   }
 }
 
-std::shared_ptr<RankPlan> RankPlan::make(std::shared_ptr<StepPlan> of_step, int32_t micro_batch, Rank rank,
+std::shared_ptr<RankPlan> RankPlan::make(std::shared_ptr<Plan> of_step, int32_t micro_batch, Rank rank,
                                          int64_t number) {
   const auto begin = std::chrono::steady_clock::now();
-  const std::shared_ptr<const Plan> plan(of_step, &of_step->plans()[micro_batch]);
+  const std::shared_ptr<const MicroBatchPlan> plan(of_step, &of_step->plans()[micro_batch]);
   auto step = std::make_shared<RankPlan>(RankPlan{.number = number,
                                                   .of_step = std::move(of_step),
                                                   .plan = plan,
@@ -191,8 +191,7 @@ Planned Planning::plan(GatheredLengths gathered) const {
                   .observed = std::move(gathered.observed)};
   try {
     planned.step = std::make_shared<PlannedStep>(
-        std::make_shared<StepPlan>(plan_step(input(std::move(gathered)), options.solver, options.effort)),
-        first_number);
+        std::make_shared<Plan>(plan_step(input(std::move(gathered)), options.solver, options.effort)), first_number);
     planned.step->planning_s = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   } catch (const ArgumentError& error) {
     planned.refused = error;

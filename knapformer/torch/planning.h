@@ -17,8 +17,8 @@
 #include "knapformer/core/model/mask.h"
 #include "knapformer/core/model/topology.h"
 #include "knapformer/core/plan/exchange_table.h"
+#include "knapformer/core/plan/micro_batch_plan.h"
 #include "knapformer/core/plan/plan.h"
-#include "knapformer/core/plan/step_plan.h"
 #include "knapformer/core/planners/planner.h"
 #include "knapformer/core/util/error.h"
 #include "knapformer/torch/attention.h"
@@ -34,7 +34,7 @@ namespace knapformer {
 struct BalancerOptions {
   /// Without lengths, their pairs, topology and width: the balancer fills these in.
   PlanInput plan = {};
-  /// As in make_plan.
+  /// As in plan_micro_batch.
   std::string solver = std::string(planners().front().name);
   Effort effort = {};
   /// Of all sequences.
@@ -49,7 +49,7 @@ struct BalancerOptions {
 class PlanAgreement {
  public:
   /// Collective: starts one all-gather of a number.
-  PlanAgreement(CommGroup& group, const Plan& plan);
+  PlanAgreement(CommGroup& group, const MicroBatchPlan& plan);
   /// Waits for it. Throws ArgumentError, on all ranks, where plans differ.
   void await(CommGroup& group);
 
@@ -76,8 +76,7 @@ using KernelMask = std::optional<Mask>;
 /// A micro-batch on one rank.
 struct RankPlan {
   /// Builds the tables. On any thread.
-  static std::shared_ptr<RankPlan> make(std::shared_ptr<StepPlan> of_step, int32_t micro_batch, Rank rank,
-                                        int64_t number);
+  static std::shared_ptr<RankPlan> make(std::shared_ptr<Plan> of_step, int32_t micro_batch, Rank rank, int64_t number);
 
   /// The tables in the form in which the exchange takes them.
   struct PackedTables {
@@ -97,8 +96,8 @@ struct RankPlan {
   void pack_ahead(const TablesDevice& on);
 
   int64_t number;  // of the step: the same on all ranks, and no other step of this balancer has it
-  std::shared_ptr<StepPlan> of_step;
-  std::shared_ptr<const Plan> plan;  // of the micro-batch
+  std::shared_ptr<Plan> of_step;
+  std::shared_ptr<const MicroBatchPlan> plan;  // of the micro-batch
   RouteTables route;
   AttentionTables attention;
   at::Tensor seq_lens = {}, chunk_lens = {};  // int32 CPU: tokens of this rank's sequences and chunks
@@ -130,10 +129,10 @@ GatheredLengths own_lengths(std::span<const int64_t> seq_lens, int64_t d_model, 
 
 /// A plan on one rank.
 struct PlannedStep {
-  PlannedStep(std::shared_ptr<StepPlan> of, int64_t first)
+  PlannedStep(std::shared_ptr<Plan> of, int64_t first)
       : plan(std::move(of)), first_number(first), micro_batches(static_cast<size_t>(plan->num_micro_batches())) {}
 
-  std::shared_ptr<StepPlan> plan;
+  std::shared_ptr<Plan> plan;
   int64_t first_number;                                  // of its micro-batches' steps
   std::vector<std::shared_ptr<RankPlan>> micro_batches;  // null where its tables are yet to be made
   double planning_s = 0;                                 // without the tables; counted with the first that are made

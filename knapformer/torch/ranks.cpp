@@ -59,7 +59,7 @@ Fingerprint fingerprint_of(const BalancerOptions& options, const Topology& topol
   empty.seq_lens = SequenceLengths::from_lists(std::vector<std::vector<int64_t>>(topology.num_ranks()));
   empty.topology = topology;
   empty.d_model = 1;
-  static_cast<void>(make_plan(std::move(empty), options.solver, options.effort));  // checks the options
+  static_cast<void>(plan_micro_batch(std::move(empty), options.solver, options.effort));  // checks the options
   Fingerprint fingerprint("SequenceBalancer");
   fingerprint.add("version", std::to_string(kProtocolVersion));
   fingerprint.add("topology", topology.str());

@@ -126,13 +126,13 @@ SampleTensors Samples::chunk_of(size_t sample, const Chunk& chunk) const {
   return tensors;
 }
 
-SampleExchange::SampleExchange(std::shared_ptr<CommGroup> group, Rank rank, const StepPlan& plan, const Samples& own,
+SampleExchange::SampleExchange(std::shared_ptr<CommGroup> group, Rank rank, const Plan& plan, const Samples& own,
                                const std::vector<SampleBytes>& bytes, bool pinned)
     : group_(std::move(group)), num_fields_(own.fields().size()) {
   const SequenceLengths& of_step = plan.input().sequences.seq_lens;
   std::vector<Record> sent;
   for (int32_t k = 0; k < plan.num_micro_batches(); ++k) {
-    const Plan& micro_batch = plan.plans()[k];
+    const MicroBatchPlan& micro_batch = plan.plans()[k];
     const std::vector<SequenceId> ids = plan.sequences_of(k);
     const std::span<const int32_t> own_rows = micro_batch.chunks_on(rank);
     std::vector<int32_t> positions(micro_batch.chunks().size());  // of this rank's chunks

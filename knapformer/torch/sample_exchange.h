@@ -19,7 +19,7 @@
 #include <string>
 #include <vector>
 
-#include "knapformer/core/plan/step_plan.h"
+#include "knapformer/core/plan/plan.h"
 #include "knapformer/torch/comm/comm_group.h"
 #include "knapformer/torch/comm/gather_lengths.h"
 
@@ -60,7 +60,7 @@ class SampleExchange {
   /// Packs, and launches the all-to-all. Collective. group: null for one rank alone. bytes: of all samples of the step,
   /// by id. pinned: whether what is received lies in pinned memory, from which an accelerator copies without a wait of
   /// the host.
-  SampleExchange(std::shared_ptr<CommGroup> group, Rank rank, const StepPlan& plan, const Samples& own,
+  SampleExchange(std::shared_ptr<CommGroup> group, Rank rank, const Plan& plan, const Samples& own,
                  const std::vector<SampleBytes>& bytes, bool pinned);
 
   /// Waits. Returns by micro-batch the chunks of this rank, in the order of its rows. To be called once.

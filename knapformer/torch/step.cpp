@@ -57,9 +57,9 @@ constexpr const char* kChunkToken = "token of the chunks that this rank holds";
 
 }  // namespace
 
-std::shared_ptr<StepPlan> Step::step_plan() const {
-  const std::shared_ptr<StepPlan>& of = rank_plan_->of_step;
-  return of->num_micro_batches() == 1 ? of : std::make_shared<StepPlan>(*rank_plan_->plan);
+std::shared_ptr<Plan> Step::step_plan() const {
+  const std::shared_ptr<Plan>& of = rank_plan_->of_step;
+  return of->num_micro_batches() == 1 ? of : std::make_shared<Plan>(*rank_plan_->plan);
 }
 
 void Step::await_agreement() const {

@@ -78,9 +78,9 @@ class Step {
   const std::optional<Mask>& common_mask() const { return rank_plan_->common_mask; }
 
   /// Of the micro-batch.
-  const Plan& plan() const { return *rank_plan_->plan; }
+  const MicroBatchPlan& plan() const { return *rank_plan_->plan; }
   /// The same as a step of its own: where the plan has one micro-batch, the plan itself.
-  std::shared_ptr<StepPlan> step_plan() const;
+  std::shared_ptr<Plan> step_plan() const;
   /// int32 CPU: tokens of this rank's sequences, and of the chunks that this rank holds.
   const at::Tensor& seq_lens() const { return rank_plan_->seq_lens; }
   const at::Tensor& chunk_lens() const { return rank_plan_->chunk_lens; }

@@ -22,19 +22,21 @@ inline PlanInput lengths_in(const std::vector<std::vector<int64_t>>& lens, std::
           .d_model = d_model,
           .workload = {}};
 }
-inline Plan greedy(PlanInput input) { return make_plan(std::move(input), "greedy"); }
-inline Plan balanced(PlanInput input, Effort effort = {}) { return make_plan(std::move(input), "balanced", effort); }
+inline MicroBatchPlan greedy(PlanInput input) { return plan_micro_batch(std::move(input), "greedy"); }
+inline MicroBatchPlan balanced(PlanInput input, Effort effort = {}) {
+  return plan_micro_batch(std::move(input), "balanced", effort);
+}
 
 /// Predicted seconds.
-inline double step_s(const Plan& plan) { return predict_step(plan).total_s(); }
+inline double step_s(const MicroBatchPlan& plan) { return predict_micro_batch(plan).total_s(); }
 /// Of a block, in the replica where it takes the longest.
-inline double max_block_s(const Plan& plan) {
-  const StepTime time = predict_step(plan);
+inline double max_block_s(const MicroBatchPlan& plan) {
+  const StepTime time = predict_micro_batch(plan);
   return std::ranges::max(time.replica_block_s);
 }
 /// Of the blocks alone, over the work divided evenly.
-inline double block_loss(const Plan& plan) {
-  const StepTime time = predict_step(plan);
+inline double block_loss(const MicroBatchPlan& plan) {
+  const StepTime time = predict_micro_batch(plan);
   return time.ideal_s > 0 ? time.blocks_s() / time.ideal_s : 1;
 }
 
@@ -112,7 +114,7 @@ class Cases {
   }
 
   /// Any valid plan at all: random aligned groups, and chunks cut at random places.
-  Plan any_plan(PlanInput input) {
+  MicroBatchPlan any_plan(PlanInput input) {
     std::vector<Placement> placements;
     std::vector<int64_t> chunk_lens;
     const Topology& topology = input.topology;
@@ -131,17 +133,17 @@ class Cases {
       std::sort(cuts.begin(), cuts.end());
       for (size_t i = 0; i + 1 < cuts.size(); ++i) chunk_lens.push_back(cuts[i + 1] - cuts[i]);
     }
-    return Plan(std::move(input), "any", std::move(placements), std::move(chunk_lens));
+    return MicroBatchPlan(std::move(input), "any", std::move(placements), std::move(chunk_lens));
   }
 
   /// Sequences in random micro-batches, each of any valid plan.
-  StepPlan any_step(const StepInput& input) {
+  Plan any_step(const StepInput& input) {
     std::vector<int32_t> micro_batches;
     for (int32_t s = 0; s < input.sequences.seq_lens.num_sequences(); ++s)
       micro_batches.push_back(static_cast<int32_t>(integer(0, input.num_micro_batches - 1)));
-    std::vector<Plan> plans;
+    std::vector<MicroBatchPlan> plans;
     for (PlanInput& part : micro_batch_inputs(input, micro_batches)) plans.push_back(any_plan(std::move(part)));
-    return StepPlan(input, std::move(micro_batches), std::move(plans));
+    return Plan(input, std::move(micro_batches), std::move(plans));
   }
 
  private:

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "knapformer/core/model/data_mix.h"
-#include "knapformer/core/plan/plan.h"
+#include "knapformer/core/plan/micro_batch_plan.h"
 
 namespace knapformer {
 
@@ -43,7 +43,7 @@ inline PlanInput mix_input(const char* mix, const char* topology, uint64_t seed,
 /// rank, and the slowest group ends the micro-batch. Stricter than cost/step_time.h, and equal for what is cut evenly.
 double strict_loss(const auto& plans) {
   double total = 0, even = 0;
-  for (const Plan& plan : plans) {
+  for (const MicroBatchPlan& plan : plans) {
     const auto num_ranks = static_cast<size_t>(plan.num_ranks());
     const double d = static_cast<double>(plan.input().d_model), gamma = plan.input().workload.gamma;
     std::vector<double> token(num_ranks), attention(num_ranks), exchange(num_ranks);

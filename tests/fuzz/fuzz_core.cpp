@@ -71,7 +71,7 @@ void mask(std::string_view text) {
 void cluster(std::string_view name) { Cluster::named(std::string(name)); }
 
 void plan_json(std::string_view text) {
-  const StepPlan plan = plan_from_json(text);
+  const Plan plan = plan_from_json(text);
   plan.validate();
   expect(plan_from_json(plan_to_json(plan)) == plan);
 }
@@ -96,10 +96,10 @@ void planner(std::string_view bytes) {
     lengths[static_cast<size_t>(in.below(input.topology.num_ranks()))].push_back(length);
   }
   input.seq_lens = SequenceLengths::from_lists(lengths);
-  const Plan plan = make_plan(input, "balanced", {.moves = Effort::kLow});
+  const MicroBatchPlan plan = plan_micro_batch(input, "balanced", {.moves = Effort::kLow});
   plan.validate();
   expect(input.max_tokens_per_rank == 0 || plan.max_tokens() <= input.max_tokens_per_rank);
-  expect(make_plan(input, "balanced", {.moves = Effort::kLow}) == plan);
+  expect(plan_micro_batch(input, "balanced", {.moves = Effort::kLow}) == plan);
 }
 
 using Target = void (*)(std::string_view);

@@ -40,12 +40,12 @@ int main() {
       for (int64_t step = 0; step < 2; ++step) {
         for (const Planner& planner : planners()) {
           if (!planner.plans_nested_bags && std::string_view(topology).find('/') != std::string_view::npos) continue;
-          const Plan plan = make_plan(input_of(mix, topology, step), planner.name, {.moves = 2000});
+          const MicroBatchPlan plan = plan_micro_batch(input_of(mix, topology, step), planner.name, {.moves = 2000});
           std::printf("%016llx %s %s %s %d\n", static_cast<unsigned long long>(hash(plan_to_json(plan))),
                       std::string(planner.name).c_str(), mix, topology, static_cast<int>(step));
         }
       }
-      const StepPlan step =
+      const Plan step =
           plan_step({.sequences = input_of(mix, topology, 0), .num_micro_batches = 2}, "balanced", {.moves = 2000});
       std::printf("%016llx step %s %s\n", static_cast<unsigned long long>(hash(plan_to_json(step))), mix, topology);
     }

@@ -109,7 +109,7 @@ void check_rank(InProcessWorld& world, int32_t rank, const AttentionCase& setup,
   const auto& all_to_alls = world.counts(rank).all_to_all;
   for (int32_t step = 0; step < 2; ++step) {
     balancer.plan_routing(own_lens, 16);
-    const Plan& plan = balancer.plan();
+    const MicroBatchPlan& plan = balancer.plan();
     const AttentionTables tables = make_attention_tables(plan, Rank(rank));
 
     std::vector<std::vector<at::Tensor>> held(5);  // q, k, v, weight, o of this rank's chunks

@@ -25,7 +25,7 @@ double value_of(const StepMetrics& metrics, const std::string& name) {
 }
 
 /// The busy seconds of each rank under a plan, where attention costs `gamma` and ranks are `speed` fast.
-std::vector<double> busy_seconds(const Plan& plan, double gamma, const std::vector<double>& speed) {
+std::vector<double> busy_seconds(const MicroBatchPlan& plan, double gamma, const std::vector<double>& speed) {
   std::vector<double> seconds;
   for (size_t r = 0; r < speed.size(); ++r) {
     double work = 0;
@@ -59,7 +59,7 @@ TEST(Observe, TeachesAllRanksTheSame) {
     for (const SequenceLengths& step : steps) {
       const auto own = step.lens(Rank(rank));
       balancer->plan_routing(own, 64);
-      const Plan& plan = balancer->plan();
+      const MicroBatchPlan& plan = balancer->plan();
       const auto r = static_cast<size_t>(rank);
       gammas[r].push_back(plan.input().workload.gamma);
       speeds[r] = plan.input().rank_speed;

@@ -178,8 +178,8 @@ double lower_bound_s(const StepInput& input) {
   return step_s + input.num_micro_batches * step.cluster.fixed_s;
 }
 
-PlanPrediction prediction_of(const StepPlan& plan) {
-  return {.predicted_time_s = predict_accumulated(plan).total_s, .lower_bound_s = lower_bound_s(plan.input())};
+PlanPrediction prediction_of(const Plan& plan) {
+  return {.predicted_time_s = predict_step(plan).total_s, .lower_bound_s = lower_bound_s(plan.input())};
 }
 
 }  // namespace knapformer

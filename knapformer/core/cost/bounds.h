@@ -18,11 +18,11 @@
 
 #include <algorithm>
 
-#include "knapformer/core/plan/step_plan.h"
+#include "knapformer/core/plan/plan.h"
 
 namespace knapformer {
 
-/// A lower bound of predict_accumulated's total: without sequences, FSDP and the fixed time. O(n log n).
+/// A lower bound of predict_step's total: without sequences, FSDP and the fixed time. O(n log n).
 double lower_bound_s(const StepInput& input);
 /// A lower bound of the sum over all micro-batches of StepTime::replica_block_s, in the slowest replica. O(n log n).
 double blocks_lower_bound_s(const StepInput& input);
@@ -37,6 +37,6 @@ struct PlanPrediction {
   /// How far the predicted time may be above the best, relative to the bound. 0 without work.
   double gap() const { return lower_bound_s > 0 ? std::max(predicted_time_s / lower_bound_s - 1, 0.0) : 0; }
 };
-PlanPrediction prediction_of(const StepPlan& plan);
+PlanPrediction prediction_of(const Plan& plan);
 
 }  // namespace knapformer

@@ -135,7 +135,7 @@ SequenceLengths seq_lens_of(const Json& json) {
   return SequenceLengths::from_lists(field_of<std::vector<std::vector<int64_t>>>(json, "seq_lens"));
 }
 
-void add_moved_and_predicted(Json& json, const StepPlan& plan) {
+void add_moved_and_predicted(Json& json, const Plan& plan) {
   const PlanPrediction prediction = prediction_of(plan);
   json["tokens_moved"] = plan.tokens_moved();
   json["attention_tokens_moved"] = plan.attention_tokens_moved();
@@ -155,7 +155,7 @@ AnyPlan valid(AnyPlan plan) {
   return plan;
 }
 
-Json json_of(const Plan& plan) {
+Json json_of(const MicroBatchPlan& plan) {
   Json json;
   json["format"] = kFormat;
   json["solver"] = plan.solver();
@@ -204,7 +204,7 @@ Json json_of(const Plan& plan) {
   return json;
 }
 
-Plan plan_of(const Json& json) {
+MicroBatchPlan plan_of(const Json& json) {
   PlanInput input{
       .seq_lens = seq_lens_of(json),
       .topology = Topology::parse(field_of<std::string>(json, "topology"), field_of<int64_t>(json, "num_ranks")),
@@ -252,12 +252,13 @@ Plan plan_of(const Json& json) {
     }
     chunk_lens.insert(chunk_lens.end(), lens[s].begin(), lens[s].end());
   }
-  return valid(
-      Plan(std::move(input), field_of<std::string>(json, "solver"), std::move(placements), std::move(chunk_lens)));
+  return valid(MicroBatchPlan(std::move(input), field_of<std::string>(json, "solver"), std::move(placements),
+                              std::move(chunk_lens)));
 }
 
 /// The input of a step, from those of its micro-batches.
-StepInput input_of(std::span<const Plan> plans, std::span<const int32_t> micro_batches, SequenceLengths seq_lens) {
+StepInput input_of(std::span<const MicroBatchPlan> plans, std::span<const int32_t> micro_batches,
+                   SequenceLengths seq_lens) {
   StepInput input{.sequences = plans.front().input().without_sequences(),
                   .num_micro_batches = static_cast<int32_t>(plans.size())};
   input.sequences.seq_lens = std::move(seq_lens);
@@ -273,10 +274,10 @@ StepInput input_of(std::span<const Plan> plans, std::span<const int32_t> micro_b
   return input;
 }
 
-StepPlan step_of(const Json& json) {
+Plan step_of(const Json& json) {
   SequenceLengths seq_lens = seq_lens_of(json);
   auto micro_batches = per_sequence<int32_t>(json, "micro_batch_of_sequence", seq_lens.lens().size());
-  std::vector<Plan> plans;
+  std::vector<MicroBatchPlan> plans;
   for (const Json& plan : field_of<std::vector<Json>>(json, "plans")) {
     check_format(plan, kFormat);
     plans.push_back(plan_of(plan));
@@ -284,12 +285,12 @@ StepPlan step_of(const Json& json) {
   if (plans.empty()) throw_argument("plan", "'plans' with none", "a plan for each micro-batch");
   StepInput input = input_of(plans, micro_batches, std::move(seq_lens));
   input.sync = parse_step_sync(field_of<std::string>(json, "sync"));
-  return valid(StepPlan(std::move(input), std::move(micro_batches), std::move(plans)));
+  return valid(Plan(std::move(input), std::move(micro_batches), std::move(plans)));
 }
 
 }  // namespace
 
-std::string plan_to_json(const StepPlan& plan) {
+std::string plan_to_json(const Plan& plan) {
   if (plan.num_micro_batches() == 1) return json_of(plan.plans()[0]).dump();
   Json json;
   json["format"] = kStepFormat;
@@ -297,14 +298,14 @@ std::string plan_to_json(const StepPlan& plan) {
   json["seq_lens"] = lists_of(plan.seq_lens());
   json["micro_batch_of_sequence"] = plan.micro_batches();
   json["plans"] = Json::array();
-  for (const Plan& micro_batch : plan.plans()) json["plans"].push_back(json_of(micro_batch));
+  for (const MicroBatchPlan& micro_batch : plan.plans()) json["plans"].push_back(json_of(micro_batch));
   json["max_tokens"] = plan.max_tokens();
   json["exchanged_fraction"] = plan.exchanged_fraction();
   add_moved_and_predicted(json, plan);
   return json.dump();
 }
 
-StepPlan plan_from_json(std::string_view json_text) {
+Plan plan_from_json(std::string_view json_text) {
   const Json json = parse_json(json_text);
   if (json.value("format", Json()) == kStepFormat) return step_of(json);
   check_format(json, kFormat);

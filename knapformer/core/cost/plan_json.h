@@ -4,15 +4,15 @@
 #include <string>
 #include <string_view>
 
-#include "knapformer/core/plan/step_plan.h"
+#include "knapformer/core/plan/plan.h"
 
 namespace knapformer {
 
 /// Input, decision and what follows from the decision; docs/plan_format.md describes the fields. A step of one
 /// micro-batch is written as its plan.
-std::string plan_to_json(const StepPlan& plan);
+std::string plan_to_json(const Plan& plan);
 /// Reads the plan that plan_to_json wrote. What follows from the decision is computed anew, and the plan is validated.
 /// Throws ArgumentError (argument "plan"), which names the field, if the text is no such JSON.
-StepPlan plan_from_json(std::string_view json);
+Plan plan_from_json(std::string_view json);
 
 }  // namespace knapformer

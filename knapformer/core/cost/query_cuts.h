@@ -1,7 +1,7 @@
 // Which ranks share queries as well as heads, for each degree of a topology.
 #pragma once
 
-#include "knapformer/core/plan/plan.h"
+#include "knapformer/core/plan/micro_batch_plan.h"
 
 namespace knapformer {
 

@@ -41,7 +41,7 @@ struct RankLoad {
   bool shares_with_previous = false;
 };
 
-std::vector<RankLoad> loads_of(const Plan& plan) {
+std::vector<RankLoad> loads_of(const MicroBatchPlan& plan) {
   const Cluster& cluster = plan.input().cluster;
   const AttentionShares shares = plan.input().attention_shares();
   std::vector<RankLoad> loads(static_cast<size_t>(plan.num_ranks()));
@@ -244,7 +244,7 @@ double StepTime::total_s() const {
   return sum;
 }
 
-StepTime predict_step(const Plan& plan, std::span<const RankCompute> measured) {
+StepTime predict_micro_batch(const MicroBatchPlan& plan, std::span<const RankCompute> measured) {
   check(measured, plan.num_ranks());
   const PlanInput& input = plan.input();
   const Cluster& cluster = input.cluster;
@@ -334,14 +334,14 @@ StepTime predict_step(const Plan& plan, std::span<const RankCompute> measured) {
   return out;
 }
 
-AccumulatedTime predict_accumulated(const StepPlan& plan) {
+AccumulatedTime predict_step(const Plan& plan) {
   AccumulatedTime out;
   const bool waits_once = plan.input().sync == StepSync::kStep;
   const int32_t num_blocks = plan.input().sequences.model.num_blocks;
   std::vector<double> rank_s(static_cast<size_t>(plan.num_ranks()));  // when each rank is done
   double fsdp_s = 0;                                                  // after the last micro-batch
-  for (const Plan& micro_batch : plan.plans()) {
-    const StepTime time = predict_step(micro_batch);
+  for (const MicroBatchPlan& micro_batch : plan.plans()) {
+    const StepTime time = predict_micro_batch(micro_batch);
     out.ideal_s += time.ideal_s + time.fixed_s;
     out.micro_batch_s.push_back(time.total_s());
     if (!waits_once) {

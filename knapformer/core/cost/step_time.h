@@ -25,7 +25,7 @@
 #include <span>
 #include <vector>
 
-#include "knapformer/core/plan/step_plan.h"
+#include "knapformer/core/plan/plan.h"
 #include "knapformer/core/util/record.h"
 
 namespace knapformer {
@@ -158,21 +158,23 @@ struct RankCompute {
 /// Predicts a step on the plan's cluster and model. `measured`: per rank, in place of the time of the plan's work at
 /// `cluster.flops_per_s`; the ideal time is then that of the measured seconds, spread evenly. Empty: the cost model.
 /// O(chunks). Throws ArgumentError where a measured time is out of range.
-StepTime predict_step(const Plan& plan, std::span<const RankCompute> measured = {});
+StepTime predict_micro_batch(const MicroBatchPlan& plan, std::span<const RankCompute> measured = {});
 
 struct AccumulatedTime {
   double total_s = 0;
   /// The time of the work divided evenly over the ranks, and the fixed time of each micro-batch.
   double ideal_s = 0;
-  /// By micro-batch, the time that predict_step says. These add up to the total if ranks wait in each micro-batch.
+  /// By micro-batch, the time that predict_micro_batch says. These add up to the total if ranks wait in each
+  /// micro-batch.
   std::vector<double> micro_batch_s;
 };
 
-/// Predicts a step of several micro-batches. With StepSync::kMicroBatch a micro-batch costs what predict_step says,
-/// FSDP's gathers and the fixed time included, and the step is the sum. With kStep each rank goes on as soon as it is
-/// done: ranks that share a sequence start when the last of them arrives, and the step ends with the slowest rank. Then
-/// gradients are reduced once, after the last micro-batch, and route is counted as if no rank waited in it. O(chunks).
-AccumulatedTime predict_accumulated(const StepPlan& plan);
+/// Predicts a step of several micro-batches. With StepSync::kMicroBatch a micro-batch costs what predict_micro_batch
+/// says, FSDP's gathers and the fixed time included, and the step is the sum. With kStep each rank goes on as soon as
+/// it is done: ranks that share a sequence start when the last of them arrives, and the step ends with the slowest
+/// rank. Then gradients are reduced once, after the last micro-batch, and route is counted as if no rank waited in it.
+/// O(chunks).
+AccumulatedTime predict_step(const Plan& plan);
 
 /// The time of a replica's step with a block of `block_s`, all passes: blocks, FSDP and route. Grows with both
 /// arguments.

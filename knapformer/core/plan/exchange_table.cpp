@@ -60,8 +60,9 @@ struct LevelRuns {
 
   /// The rows of a sequence that `parts` takes (queries_of, or keys_of), of each chunk one slice of several. chunk:
   /// this rank's, whose rows begin at `row`. Returns how many rows come here.
-  int64_t add(const Plan& plan, const Bag& bag, const Chunk& chunk, int64_t row, std::span<const QueryPart> parts,
-              TokenRange (*tokens_of)(const QueryPart&), int32_t slice = 0, int32_t num_slices = 1) {
+  int64_t add(const MicroBatchPlan& plan, const Bag& bag, const Chunk& chunk, int64_t row,
+              std::span<const QueryPart> parts, TokenRange (*tokens_of)(const QueryPart&), int32_t slice = 0,
+              int32_t num_slices = 1) {
     const std::span<const Chunk> chunks = plan.chunks(chunk.sequence);
     const auto head_parts = chunks.size() / parts.size();
     const auto slice_of = [&](const Chunk& of) {
@@ -83,8 +84,8 @@ struct LevelRuns {
   }
 };
 
-AttentionLevel make_level(const Plan& plan, const Bag& bag, Rank rank, int32_t degree, std::span<const int32_t> chunks,
-                          int64_t first_row) {
+AttentionLevel make_level(const MicroBatchPlan& plan, const Bag& bag, Rank rank, int32_t degree,
+                          std::span<const int32_t> chunks, int64_t first_row) {
   const int32_t index_in_bag = rank.value - bag.first_rank.value;
   AttentionLevel level;
   level.degree = degree;
@@ -126,7 +127,7 @@ AttentionLevel make_level(const Plan& plan, const Bag& bag, Rank rank, int32_t d
 
 }  // namespace
 
-RouteTables make_route_tables(const Plan& plan, Rank rank) {
+RouteTables make_route_tables(const MicroBatchPlan& plan, Rank rank) {
   const SequenceLengths& lens = plan.seq_lens();
   RouteTables tables;
   tables.tokens.this_peer = tables.sequences.this_peer = rank.value;
@@ -175,7 +176,7 @@ RouteTables make_route_tables(const Plan& plan, Rank rank) {
   return tables;
 }
 
-AttentionTables make_attention_tables(const Plan& plan, Rank rank) {
+AttentionTables make_attention_tables(const MicroBatchPlan& plan, Rank rank) {
   AttentionTables tables{.bag = plan.topology().bag_of(rank), .levels = {}, .any_shared = false};
   const Bag& bag = plan.topology().bag(tables.bag);
   const std::span<const int32_t> chunks = plan.chunks_on(rank);  // by degree

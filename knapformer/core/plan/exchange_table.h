@@ -22,7 +22,7 @@
 #include <span>
 #include <vector>
 
-#include "knapformer/core/plan/plan.h"
+#include "knapformer/core/plan/micro_batch_plan.h"
 #include "knapformer/core/util/ragged.h"
 
 namespace knapformer {
@@ -104,7 +104,7 @@ struct AttentionTables {
   bool any_shared = false;
 };
 
-RouteTables make_route_tables(const Plan& plan, Rank rank);
-AttentionTables make_attention_tables(const Plan& plan, Rank rank);
+RouteTables make_route_tables(const MicroBatchPlan& plan, Rank rank);
+AttentionTables make_attention_tables(const MicroBatchPlan& plan, Rank rank);
 
 }  // namespace knapformer

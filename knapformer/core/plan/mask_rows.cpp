@@ -35,7 +35,7 @@ void MaskRows::add(const Mask& mask, int64_t seq_len, const QueryPart& part) {
   num_keys += part.num_keys;
 }
 
-MaskRows MaskRows::of(const Plan& plan, const AttentionLevel& level) {
+MaskRows MaskRows::of(const MicroBatchPlan& plan, const AttentionLevel& level) {
   MaskRows rows;
   for (size_t s = 0; s < level.sequences.size(); ++s) {
     const SequenceId id = level.sequence_ids[s];

@@ -18,7 +18,7 @@ struct MaskRows {
   /// it is seen, and for a mask of another length.
   void add(const Mask& mask, int64_t seq_len, const QueryPart& part);
   /// What attention sees at a level. For a plan that passes check_masks_run.
-  static MaskRows of(const Plan& plan, const AttentionLevel& level);
+  static MaskRows of(const MicroBatchPlan& plan, const AttentionLevel& level);
 
   /// The most ranges of keys that a query sees.
   size_t max_ranges() const;

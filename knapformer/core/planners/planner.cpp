@@ -23,14 +23,14 @@ constexpr std::array<Planner, 3> kPlanners = {{
 int64_t kept_limit(PlanInput input, const Planner& planner, Effort effort, int64_t limit) {
   for (;;) {
     input.max_tokens_per_rank = limit;
-    const Plan plan = planner.plan(input, effort);
+    const MicroBatchPlan plan = planner.plan(input, effort);
     if (plan.keeps_limit()) return limit;
     limit = plan.max_tokens();
   }
 }
 
 /// Throws for a plan that does not keep its limit. The error names a limit that this planner keeps.
-[[noreturn]] void refuse(const Plan& plan, const Planner& planner, Effort effort) {
+[[noreturn]] void refuse(const MicroBatchPlan& plan, const Planner& planner, Effort effort) {
   const int64_t limit = plan.input().max_tokens_per_rank;
   const Topology& topology = plan.topology();
   const int32_t num_ranks = topology.num_ranks_per_replica();
@@ -65,7 +65,7 @@ int64_t kept_limit(PlanInput input, const Planner& planner, Effort effort, int64
 }
 
 /// The plan, whether it keeps its limit or not.
-Plan planned(PlanInput input, const Planner& planner, Effort effort) {
+MicroBatchPlan planned(PlanInput input, const Planner& planner, Effort effort) {
   input.validate();
   if (input.query_cuts.empty()) cut_queries(input);
   return planner.plan(std::move(input), effort);
@@ -91,16 +91,16 @@ const Planner& planner_for(const Topology& topology, std::string_view solver, Ef
   return planner;
 }
 
-std::optional<Plan> plan_within_limit(PlanInput input, std::string_view solver, Effort effort) {
+std::optional<MicroBatchPlan> plan_within_limit(PlanInput input, std::string_view solver, Effort effort) {
   const Planner& planner = planner_for(input.topology, solver, effort);
-  Plan plan = planned(std::move(input), planner, effort);
+  MicroBatchPlan plan = planned(std::move(input), planner, effort);
   if (!plan.keeps_limit()) return std::nullopt;
   return plan;
 }
 
-Plan make_plan(PlanInput input, std::string_view solver, Effort effort) {
+MicroBatchPlan plan_micro_batch(PlanInput input, std::string_view solver, Effort effort) {
   const Planner& planner = planner_for(input.topology, solver, effort);
-  Plan plan = planned(std::move(input), planner, effort);
+  MicroBatchPlan plan = planned(std::move(input), planner, effort);
   if (!plan.keeps_limit()) refuse(plan, planner, effort);
   return plan;
 }

@@ -1,4 +1,4 @@
-// Planners make a Plan from the lengths of all ranks.
+// Planners make a MicroBatchPlan from the lengths of all ranks.
 //
 // A planner is deterministic: the same input gives the same plan, bit for bit, on every rank and machine, so no rank
 // has to send a plan to another. Ties are broken by id.
@@ -8,7 +8,7 @@
 #include <span>
 #include <string_view>
 
-#include "knapformer/core/plan/plan.h"
+#include "knapformer/core/plan/micro_batch_plan.h"
 #include "knapformer/core/planners/balanced/effort.h"
 #include "knapformer/core/util/error.h"
 
@@ -17,8 +17,8 @@ namespace knapformer {
 /// An entry of the registry in planner.cpp. A new planner needs its own files and one entry, nothing else.
 struct Planner {
   std::string_view name;
-  /// The input must be valid. make_plan checks the limit of tokens.
-  Plan (*plan)(PlanInput input, Effort effort);
+  /// The input must be valid. plan_micro_batch checks the limit of tokens.
+  MicroBatchPlan (*plan)(PlanInput input, Effort effort);
   bool plans_nested_bags = false;
 };
 
@@ -40,8 +40,8 @@ const Planner& planner_for(const Topology& topology, std::string_view solver, Ef
 /// Plans with the named planner. Throws ArgumentError for an unknown name or invalid input, and TokenLimitError if the
 /// plan does not keep the limit of tokens per rank. The latter names a limit that the planner keeps, which takes a few
 /// more plans to find.
-Plan make_plan(PlanInput input, std::string_view solver, Effort effort = {});
+MicroBatchPlan plan_micro_batch(PlanInput input, std::string_view solver, Effort effort = {});
 /// The same, but returns nothing if the plan does not keep the limit.
-std::optional<Plan> plan_within_limit(PlanInput input, std::string_view solver, Effort effort = {});
+std::optional<MicroBatchPlan> plan_within_limit(PlanInput input, std::string_view solver, Effort effort = {});
 
 }  // namespace knapformer

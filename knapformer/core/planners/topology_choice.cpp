@@ -107,8 +107,8 @@ std::vector<TopologyOption> rank_topologies(std::span<const PlanInput> batches, 
       input.topology = Topology::parse(option.topology, num_ranks);
       input.validate();
       try {
-        const Plan plan = make_plan(std::move(input), solver);
-        const StepTime time = predict_step(plan);
+        const MicroBatchPlan plan = plan_micro_batch(std::move(input), solver);
+        const StepTime time = predict_micro_batch(plan);
         option.predicted_time_s += weight * time.total_s();
         for (const Placement& place : plan.placements())
           candidate.max_degree = std::max(candidate.max_degree, place.degree);

@@ -7,7 +7,7 @@
 #include <string_view>
 #include <vector>
 
-#include "knapformer/core/plan/plan.h"
+#include "knapformer/core/plan/micro_batch_plan.h"
 
 namespace knapformer {
 
@@ -29,7 +29,7 @@ struct TopologyOption {
 /// is a multiple of it, or is that of the job; a job with fewer ranks than a node has is one node. The topology of a
 /// batch is ignored; all batches have one number of ranks and one cluster. The best comes first; among times within a
 /// thousandth, the one that exchanges fewer tokens, then the one with smaller bags. Topologies that cannot keep
-/// max_tokens_per_rank come last, the largest bags first. `solver`: as in make_plan. Throws ArgumentError.
+/// max_tokens_per_rank come last, the largest bags first. `solver`: as in plan_micro_batch. Throws ArgumentError.
 std::vector<TopologyOption> rank_topologies(std::span<const PlanInput> batches, std::string_view solver);
 
 }  // namespace knapformer

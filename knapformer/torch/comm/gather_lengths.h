@@ -16,7 +16,7 @@
 #include <string>
 #include <vector>
 
-#include "knapformer/core/plan/plan.h"
+#include "knapformer/core/plan/micro_batch_plan.h"
 #include "knapformer/torch/comm/comm_group.h"
 
 namespace knapformer {

@@ -36,8 +36,8 @@ TEST(LowerBound, NoStepBeatsIt) {
     if (i % 4 == 0) input.sequences.model.num_parameters = 1e7;
     const double bound_s = lower_bound_s(input);
     for (int j = 0; j < 5; ++j) {
-      const StepPlan plan = cases.any_step(input);
-      EXPECT_LE(bound_s, predict_accumulated(plan).total_s * (1 + 1e-9));
+      const Plan plan = cases.any_step(input);
+      EXPECT_LE(bound_s, predict_step(plan).total_s * (1 + 1e-9));
     }
   }
 }
@@ -50,7 +50,7 @@ TEST(LowerBound, ASequenceThatExceedsAMicroBatchLeavesTheOthersToWhatFsdpGathers
   const double long_s = BlockRates(step).work_s(step, SequenceId(0));
   const double expected_s = replica_step_s(step, long_s, 0) + 2 * replica_step_s(step, 0, 0) + 3 * step.cluster.fixed_s;
   EXPECT_DOUBLE_EQ(lower_bound_s(input), expected_s);
-  EXPECT_DOUBLE_EQ(predict_accumulated(plan_step(input, "balanced")).total_s, expected_s);
+  EXPECT_DOUBLE_EQ(predict_step(plan_step(input, "balanced")).total_s, expected_s);
 }
 
 }  // namespace

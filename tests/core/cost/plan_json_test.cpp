@@ -12,7 +12,7 @@
 namespace knapformer {
 namespace {
 
-Plan read(const std::string& json) { return plan_from_json(json).plans()[0]; }
+MicroBatchPlan read(const std::string& json) { return plan_from_json(json).plans()[0]; }
 
 TEST(PlanJson, GoesOutAndIn) {
   for (uint64_t seed = 0; seed < 200; ++seed) {
@@ -28,14 +28,14 @@ TEST(PlanJson, GoesOutAndIn) {
       in.give_work(work);
     }
     if (seed % 4 == 1) cases.cut_queries(in);
-    const Plan plan = cases.any_plan(in);
+    const MicroBatchPlan plan = cases.any_plan(in);
     EXPECT_EQ(read(plan_to_json(plan)), plan);
     EXPECT_EQ(plan_to_json(read(plan_to_json(plan))), plan_to_json(plan));
   }
 }
 
 TEST(PlanJson, InfiniteImbalanceIsNull) {
-  const Plan plan = greedy(lengths_in({{4}, {}}, "g1n2", 8));
+  const MicroBatchPlan plan = greedy(lengths_in({{4}, {}}, "g1n2", 8));
   EXPECT_TRUE(nlohmann::json::parse(plan_to_json(plan))["balance_before"]["wir"].is_null());
 }
 
@@ -46,7 +46,7 @@ TEST(PlanJson, RefusesAnyTruncation) {
 }
 
 TEST(PlanJson, RefusesChunksWhoseSumWouldWrap) {
-  const Plan plan = greedy(lengths_in({{10}, {}, {}, {}}, "g4n1", 8));
+  const MicroBatchPlan plan = greedy(lengths_in({{10}, {}, {}, {}}, "g4n1", 8));
   auto json = nlohmann::json::parse(plan_to_json(plan));
   constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
   json["chunk_lens_of_sequence"] = {{kMost, kMost, 12, 0}};

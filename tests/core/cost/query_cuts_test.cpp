@@ -62,9 +62,10 @@ TEST(QueryCuts, EvenHeadsAreCutAsByUlysses) {
 
 /// Predicted step over ideal, the best of the topology.
 double over_ideal(int32_t num_ranks, int64_t length, std::string_view topology, int32_t heads) {
-  const Plan plan = balanced(one_long(num_ranks, length, topology, {.num_heads = heads, .cuts_queries = true}));
+  const MicroBatchPlan plan =
+      balanced(one_long(num_ranks, length, topology, {.num_heads = heads, .cuts_queries = true}));
   plan.validate();
-  return predict_step(plan).over_ideal();
+  return predict_micro_batch(plan).over_ideal();
 }
 
 TEST(QueryCuts, LongClipsTakeLittleMoreThanTheirShare) {

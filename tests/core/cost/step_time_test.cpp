@@ -44,20 +44,20 @@ PlanInput input_of(const std::vector<std::vector<int64_t>>& lens, const char* to
 }
 
 /// The step of the same plan on this cluster, of this model.
-StepTime predict_on(const Plan& plan, const Cluster& cluster, const TrainedModel& model,
+StepTime predict_on(const MicroBatchPlan& plan, const Cluster& cluster, const TrainedModel& model,
                     std::span<const RankCompute> measured = {}) {
   PlanInput input = plan.input();
   input.cluster = cluster;
   input.model = model;
-  return predict_step(Plan(input, "test", {plan.placements().begin(), plan.placements().end()}, plan.chunk_lens()),
-                      measured);
+  return predict_micro_batch(
+      MicroBatchPlan(input, "test", {plan.placements().begin(), plan.placements().end()}, plan.chunk_lens()), measured);
 }
 
 double token_s(double tokens) { return 24 * tokens * kWidth * kWidth / 1e9; }
 double attention_s(double len) { return 0.5 * 4 * len * len * kWidth / 1e9; }
 
 TEST(StepTime, WithoutBalancerIsTheSlowestRanksCompute) {
-  const Plan home = plan_home(input_of({{100, 50}, {300}, {}, {20}}, "g4n1"));
+  const MicroBatchPlan home = plan_home(input_of({{100, 50}, {300}, {}, {20}}, "g4n1"));
   home.validate();
   EXPECT_EQ(home.tokens_moved(), 0);
   EXPECT_TRUE(std::ranges::equal(home.workload_after(), home.workload_before()));
@@ -78,7 +78,7 @@ TEST(StepTime, WithoutBalancerIsTheSlowestRanksCompute) {
 
 TEST(StepTime, StaticSharingKeepsSequencesInTheirHomeBag) {
   const PlanInput input = input_of({{100, 50}, {300}, {}, {20}}, "g2n2");
-  const Plan home = plan_home_bags(input);
+  const MicroBatchPlan home = plan_home_bags(input);
   home.validate();
   EXPECT_EQ(home.tokens_after()[0] + home.tokens_after()[1], 450);
   EXPECT_EQ(home.tokens_after()[2] + home.tokens_after()[3], 20);
@@ -91,7 +91,8 @@ TEST(StepTime, StaticSharingKeepsSequencesInTheirHomeBag) {
 }
 
 TEST(StepTime, MeasuredComputeTakesTheModelsPlace) {
-  const Plan plan(input_of({{100}, {40}, {30}}, "g1n1+g2n1"), "test", {at(1, 1, 2), at(1, 1, 2), at(0, 0, 1)});
+  const MicroBatchPlan plan(input_of({{100}, {40}, {30}}, "g1n1+g2n1"), "test",
+                            {at(1, 1, 2), at(1, 1, 2), at(0, 0, 1)});
   const StepTime modelled = predict_on(plan, round_hardware(), small_model());
   // Ranks 1 and 2 wait for each other between the phases: 5 + 4, though neither computes longer than 6.
   const std::vector<RankCompute> measured = {{3, 1, 0}, {5, 0, 1}, {2, 0, 4}};
@@ -109,7 +110,7 @@ TEST(StepTime, MeasuredComputeTakesTheModelsPlace) {
 
 TEST(StepTime, ASharedSequenceSpreadsItsWorkAndPaysForExchanges) {
   // One sequence of 100 tokens over 4 ranks in nodes of 2: 25 tokens a rank, a quarter of the attention each.
-  const Plan plan(input_of({{100}, {}, {}, {}}, "g4n1"), "test", {at(0, 0, 4)});
+  const MicroBatchPlan plan(input_of({{100}, {}, {}, {}}, "g4n1"), "test", {at(0, 0, 4)});
   const StepTime step = predict_on(plan, round_hardware(), small_model());
   EXPECT_DOUBLE_EQ(step.token_s, 3 * 4 * token_s(25));
   EXPECT_DOUBLE_EQ(step.attention_s, 3 * 4 * attention_s(100) / 4);
@@ -128,7 +129,7 @@ TEST(StepTime, ASharedSequenceSpreadsItsWorkAndPaysForExchanges) {
 TEST(StepTime, AConnectedGroupTakesItsLongestPhases) {
   // Rank 0 has many tokens, rank 1 much attention; they share a short sequence, so each waits for the other.
   const auto plan_with = [](int32_t degree) {
-    return Plan(input_of({{4}, std::vector<int64_t>(10, 40), {300}, {}}, "g4/2/1n1"), "test", [&] {
+    return MicroBatchPlan(input_of({{4}, std::vector<int64_t>(10, 40), {300}, {}}, "g4/2/1n1"), "test", [&] {
       std::vector<Placement> placements = {at(0, 0, degree)};
       for (int i = 0; i < 10; ++i) placements.push_back(at(0, 0, 1));
       placements.push_back(at(0, 1, 1));
@@ -151,7 +152,7 @@ TEST(StepTime, AConnectedGroupTakesItsLongestPhases) {
 }
 
 TEST(StepTime, WhatIsWholeHidesWhatTravels) {
-  const Plan plan(input_of({{64, 500}, {}}, "g2/1n1"), "test", {at(0, 0, 2), at(0, 0, 1)});
+  const MicroBatchPlan plan(input_of({{64, 500}, {}}, "g2/1n1"), "test", {at(0, 0, 2), at(0, 0, 1)});
   Cluster hw = round_hardware();
   const StepTime exposed = predict_on(plan, hw, small_model());
   hw.overlaps_attention = true;
@@ -207,7 +208,7 @@ TEST(StepTime, FsdpGathersTwiceAndReducesOnce) {
 TEST(StepTime, HostCostCountsPieces) {
   Cluster hw = round_hardware();
   hw.host_s_per_piece = 1;
-  const Plan plan(input_of({{100, 60, 7}, {}}, "g2/1n1"), "test", {at(0, 0, 2), at(0, 0, 2), at(0, 1, 1)});
+  const MicroBatchPlan plan(input_of({{100, 60, 7}, {}}, "g2/1n1"), "test", {at(0, 0, 2), at(0, 0, 2), at(0, 1, 1)});
   const StepTime step = predict_on(plan, hw, small_model());
   EXPECT_DOUBLE_EQ(step.host_s, 3 * 4);  // blocks; two chunks in two pieces each
   for (const RankTime& rank : step.ranks) EXPECT_DOUBLE_EQ(3 * rank.block_s, step.blocks_s());
@@ -233,8 +234,8 @@ PlanInput unit_input(const std::vector<std::vector<int64_t>>& lens, const char* 
 
 TEST(StepTime, UnevenChunksShareAttentionEvenlyAndExchangeByTheirTokens) {
   // Sequence 0 is cut 6 + 2 over both ranks, sequence 1 lies whole on rank 1.
-  const Plan plan(unit_input({{8}, {5}}, "g2/1n1"), "any", {at(0, 0, 2), at(0, 1, 1)}, {6, 2, 5});
-  const StepTime step = predict_step(plan);
+  const MicroBatchPlan plan(unit_input({{8}, {5}}, "g2/1n1"), "any", {at(0, 0, 2), at(0, 1, 1)}, {6, 2, 5});
+  const StepTime step = predict_micro_batch(plan);
   const double shared = 4 * 64 / 2.0, whole = 4 * 25;
   // 4 numbers of 2 bytes a token, half of which leave, at 2 bytes/s: 2 s a token.
   EXPECT_DOUBLE_EQ(step.ranks[0].forward.exchange_s(), 12);
@@ -244,15 +245,15 @@ TEST(StepTime, UnevenChunksShareAttentionEvenlyAndExchangeByTheirTokens) {
 
 TEST(StepTime, GroupsAreConnectedThroughOthers) {
   // 0-1 and 2-3 share by twos; one of all four connects them.
-  const Plan plan(unit_input({{4}, {4}, {4}, {9}}, "g4/2/1n1"), "any",
-                  {at(0, 0, 2), at(0, 2, 2), at(0, 0, 4), at(0, 3, 1)});
-  for (const RankTime& rank : predict_step(plan).ranks) EXPECT_EQ(rank.group, Rank(0));
+  const MicroBatchPlan plan(unit_input({{4}, {4}, {4}, {9}}, "g4/2/1n1"), "any",
+                            {at(0, 0, 2), at(0, 2, 2), at(0, 0, 4), at(0, 3, 1)});
+  for (const RankTime& rank : predict_micro_batch(plan).ranks) EXPECT_EQ(rank.group, Rank(0));
 }
 
 TEST(StepTime, SpeedShortensComputeAndNotTheExchange) {
   PlanInput in = unit_input({{8}, {}}, "g2n1");
   in.rank_speed = {2, 1};
-  const StepTime step = predict_step(Plan(in, "any", {at(0, 0, 2)}));
+  const StepTime step = predict_micro_batch(MicroBatchPlan(in, "any", {at(0, 0, 2)}));
   EXPECT_DOUBLE_EQ(step.ranks[0].forward.token_s, 24 * 4 / 2.0);
   EXPECT_DOUBLE_EQ(step.ranks[0].forward.shared_attention_s, 4 * 64 / 2.0 / 2);
   EXPECT_DOUBLE_EQ(step.ranks[0].forward.exchange_s(), step.ranks[1].forward.exchange_s());
@@ -265,12 +266,12 @@ TEST(StepTime, LaterStagesOfKeysHideBehindAttention) {
     PlanInput in = unit_input({{8}, {}}, "g2n1");
     in.model.num_heads = 1;
     in.cluster.node_bytes_per_s = bytes_per_s;
-    const StepTime at_once = predict_step([&] {
+    const StepTime at_once = predict_micro_batch([&] {
       in.query_cuts = {{.degree = 2, .num_parts = 2}};
-      return Plan(in, "any", {at(0, 0, 2)});
+      return MicroBatchPlan(in, "any", {at(0, 0, 2)});
     }());
     in.query_cuts = {{.degree = 2, .num_parts = 2, .num_stages = 2}};
-    const PassTime staged = predict_step(Plan(in, "any", {at(0, 0, 2)})).ranks[0].forward;
+    const PassTime staged = predict_micro_batch(MicroBatchPlan(in, "any", {at(0, 0, 2)})).ranks[0].forward;
     const PassTime whole = at_once.ranks[0].forward;
     EXPECT_DOUBLE_EQ(staged.shared_attention_s, 1.02 * whole.shared_attention_s);
     EXPECT_DOUBLE_EQ(staged.pre_attn_s, whole.pre_attn_s);
@@ -304,33 +305,33 @@ TEST(StepTime, ARankHasTheAttentionOfItsHeads) {
   // 12 heads over 8 ranks: four have 2, four have 1.
   PlanInput in = unit_input(std::vector<std::vector<int64_t>>(8, {80}), "g8n1");
   std::vector<Placement> placements(8, at(0, 0, 8));
-  const double even_s = predict_step(Plan(in, "any", placements)).attention_s;
+  const double even_s = predict_micro_batch(MicroBatchPlan(in, "any", placements)).attention_s;
   in.model.num_heads = 12;
-  const Plan plan(in, "any", placements);
-  const StepTime uneven = predict_step(plan);
+  const MicroBatchPlan plan(in, "any", placements);
+  const StepTime uneven = predict_micro_batch(plan);
   EXPECT_NEAR(uneven.attention_s, even_s * 8 * 2 / 12, 1e-9);
   EXPECT_NEAR(uneven.ranks[0].forward.shared_attention_s, 2 * uneven.ranks[7].forward.shared_attention_s, 1e-9);
   EXPECT_DOUBLE_EQ(plan.workload_after()[0] - plan.workload_after()[7], 4.0 * 8 * 80 * 80 / 12);
   in.model.num_kv_heads = 4;  // 8 ranks, 4 key/value heads: query heads divide on their own
-  EXPECT_DOUBLE_EQ(predict_step(Plan(in, "any", placements)).attention_s, uneven.attention_s);
+  EXPECT_DOUBLE_EQ(predict_micro_batch(MicroBatchPlan(in, "any", placements)).attention_s, uneven.attention_s);
 }
 
 TEST(StepTime, IsFiniteOnTheSlowestCluster) {
   constexpr double kMin = 1 / kMaxMagnitude;
-  const Plan plan({.seq_lens = SequenceLengths::from_lists({{SequenceLengths::kMaxSequenceTokens}, {}}),
-                   .topology = Topology::parse("g2n1"),
-                   .d_model = 1 << 24,
-                   .workload = {.gamma = kMaxMagnitude},
-                   .cluster = {.flops_per_s = kMin, .node_bytes_per_s = kMin, .network_bytes_per_s = kMin},
-                   .model = {.num_blocks = 1 << 20, .num_parameters = kMaxMagnitude, .element_size = 16}},
-                  "any", {at(0, 0, 2)});
+  const MicroBatchPlan plan({.seq_lens = SequenceLengths::from_lists({{SequenceLengths::kMaxSequenceTokens}, {}}),
+                             .topology = Topology::parse("g2n1"),
+                             .d_model = 1 << 24,
+                             .workload = {.gamma = kMaxMagnitude},
+                             .cluster = {.flops_per_s = kMin, .node_bytes_per_s = kMin, .network_bytes_per_s = kMin},
+                             .model = {.num_blocks = 1 << 20, .num_parameters = kMaxMagnitude, .element_size = 16}},
+                            "any", {at(0, 0, 2)});
   plan.input().validate();
   EXPECT_TRUE(std::isfinite(step_s(plan)));
   EXPECT_TRUE(std::isfinite(prediction_of(plan).gap()));
 }
 
 TEST(StepTime, AdaptersOnAFrozenBaseNeedNoGradientsOfIt) {
-  const Plan plan(input_of({{100}, {40}}, "g2n1"), "any", {at(0, 0, 2), at(0, 0, 2)});
+  const MicroBatchPlan plan(input_of({{100}, {40}}, "g2n1"), "any", {at(0, 0, 2), at(0, 0, 2)});
   TrainedModel model = small_model();
   const StepTime full = predict_on(plan, round_hardware(), model);
   model.mode = StepMode::kLora;
@@ -347,7 +348,7 @@ TEST(StepTime, AdaptersOnAFrozenBaseNeedNoGradientsOfIt) {
 
 TEST(StepTime, AStepTakesWhatItsSlowestReplicaTakes) {
   const PlanInput in = input_of({{100}, {}, {300}, {}}, "g2n1");
-  const Plan plan(in, "any", {at(0, 0, 2), at(1, 2, 2)});
+  const MicroBatchPlan plan(in, "any", {at(0, 0, 2), at(1, 2, 2)});
   const StepTime step = predict_on(plan, round_hardware(), small_model());
   ASSERT_EQ(step.replica_block_s.size(), 2u);
   EXPECT_LT(step.replica_block_s[0], step.replica_block_s[1]);
@@ -361,7 +362,7 @@ TEST(StepTime, BytesAreThoseOfEveryChunkToEveryPeer) {
     const auto node = in.cluster.ranks_per_node = static_cast<int32_t>(cases.integer(1, 5));
     in.model.num_heads = seed % 3 == 0 ? static_cast<int32_t>(cases.integer(1, 12)) : 0;
     if (seed % 2 == 0) cases.cut_queries(in);
-    const Plan plan = cases.any_plan(in);
+    const MicroBatchPlan plan = cases.any_plan(in);
     const Passes passes = in.model.passes();
     const double row = static_cast<double>(in.d_model) * in.model.element_size;
     double route = 0, route_between = 0, attention = 0, attention_between = 0;
@@ -394,7 +395,7 @@ TEST(StepTime, BytesAreThoseOfEveryChunkToEveryPeer) {
         if (peer / node != rank / node) attention_between += bytes;
       }
     }
-    const StepTime step = predict_step(plan);
+    const StepTime step = predict_micro_batch(plan);
     EXPECT_NEAR(route, step.route_bytes.total(), 1e-9 * route);
     EXPECT_NEAR(route_between, step.route_bytes.between, 1e-9 * route);
     EXPECT_NEAR(attention, step.attention_bytes.total(), 1e-9 * attention);
@@ -408,10 +409,10 @@ TEST(Accumulation, RanksThatWaitInEachMicroBatchTakeTheSum) {
     StepInput input{.sequences = cases.input(true), .num_micro_batches = static_cast<int32_t>(cases.integer(1, 4))};
     input.sequences.cluster.fixed_s = 0.25;
     input.sequences.model.num_parameters = 1e6;
-    const StepPlan plan = cases.any_step(input);
-    const AccumulatedTime time = predict_accumulated(plan);
+    const Plan plan = cases.any_step(input);
+    const AccumulatedTime time = predict_step(plan);
     double sum_s = 0;
-    for (const Plan& part : plan.plans()) sum_s += step_s(part);
+    for (const MicroBatchPlan& part : plan.plans()) sum_s += step_s(part);
     EXPECT_DOUBLE_EQ(time.total_s, sum_s);
     EXPECT_DOUBLE_EQ(std::accumulate(time.micro_batch_s.begin(), time.micro_batch_s.end(), 0.0), sum_s);
   }
@@ -429,7 +430,7 @@ TEST(Accumulation, RanksThatWaitOnceGoOnWhenTheyAreDone) {
     return sum_s;
   };
   const auto time_of = [&](int32_t degree_of_last) {
-    std::vector<Plan> plans;
+    std::vector<MicroBatchPlan> plans;
     const std::vector<int32_t> micro_batches = {0, 1, 0, 1};
     for (PlanInput& part : micro_batch_inputs(input, micro_batches)) {
       std::vector<Placement> placements;
@@ -438,7 +439,7 @@ TEST(Accumulation, RanksThatWaitOnceGoOnWhenTheyAreDone) {
       if (!plans.empty() && degree_of_last == 1) placements[1].first_rank = Rank(1);
       plans.emplace_back(std::move(part), "test", std::move(placements));
     }
-    return predict_accumulated(StepPlan(input, micro_batches, std::move(plans))).total_s;
+    return predict_step(Plan(input, micro_batches, std::move(plans))).total_s;
   };
   EXPECT_NEAR(time_of(1), blocks_s({1000, 10}), 1e-12);
   // Shared, the last sequence starts when rank 0 is done with its first, and rank 1 has waited.

@@ -79,7 +79,7 @@ std::vector<ExchangeTable> inverses(std::vector<ExchangeTable> tables) {
   return tables;
 }
 
-Rows tokens_at_home(const Plan& plan, Rank rank) {
+Rows tokens_at_home(const MicroBatchPlan& plan, Rank rank) {
   Rows rows;
   for (int32_t s = plan.seq_lens().first_of(rank).value; s < plan.seq_lens().last_of(rank).value; ++s) {
     for (int64_t t = 0; t < plan.seq_lens()[SequenceId(s)]; ++t) rows.push_back(token_row(SequenceId(s), t));
@@ -87,7 +87,7 @@ Rows tokens_at_home(const Plan& plan, Rank rank) {
   return rows;
 }
 
-Rows tokens_held(const Plan& plan, Rank rank) {
+Rows tokens_held(const MicroBatchPlan& plan, Rank rank) {
   Rows rows;
   for (const int32_t index : plan.chunks_on(rank)) {
     const Chunk& c = plan.chunk(index);
@@ -96,7 +96,7 @@ Rows tokens_held(const Plan& plan, Rank rank) {
   return rows;
 }
 
-void check_route(const Plan& plan) {
+void check_route(const MicroBatchPlan& plan) {
   std::vector<ExchangeTable> tokens, sequences;
   std::vector<Rows> home, held, home_sequences, held_sequences;
   for (int32_t r = 0; r < plan.num_ranks(); ++r) {
@@ -124,7 +124,7 @@ void check_route(const Plan& plan) {
   }
 }
 
-void check_attention(const Plan& plan) {
+void check_attention(const MicroBatchPlan& plan) {
   for (const Bag& bag : plan.topology().bags()) {
     std::vector<AttentionTables> tables;
     for (int32_t i = 0; i < bag.num_ranks; ++i)
@@ -219,13 +219,13 @@ TEST_P(ExchangeTables, MoveEveryRowToWhereThePlanSays) {
     const bool nested = i % 2 == 0;
     PlanInput input = cases.input(nested);
     if (i % 4 < 2) cases.cut_queries(input);
-    const Plan any = cases.any_plan(std::move(input));
+    const MicroBatchPlan any = cases.any_plan(std::move(input));
     SCOPED_TRACE(testing::Message() << "case " << GetParam() * kCases + i << ", topology " << any.topology().str());
     any.validate();
     check_route(any);
     check_attention(any);
     if (!nested) {
-      const Plan planned = greedy(any.input());
+      const MicroBatchPlan planned = greedy(any.input());
       planned.validate();
       check_route(planned);
       check_attention(planned);
@@ -240,7 +240,7 @@ TEST(ExchangeTables, NeighbouringRowsOfAPeerAreOneRun) {
   // Three sequences that all move from rank 0 to rank 1: one memory copy, not three.
   PlanInput input = lengths_in({{5, 6, 7}, {}}, "g1n2", 8);
   const Placement to_1 = at(1, 1, 1);
-  const Plan plan(std::move(input), "any", {to_1, to_1, to_1});
+  const MicroBatchPlan plan(std::move(input), "any", {to_1, to_1, to_1});
   EXPECT_EQ(make_route_tables(plan, Rank(0)).tokens.send.runs.values, (std::vector<RowRun>{{0, 18}}));
   EXPECT_EQ(make_route_tables(plan, Rank(1)).tokens.recv.runs.values, (std::vector<RowRun>{{0, 18}}));
 }

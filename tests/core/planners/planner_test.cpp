@@ -61,7 +61,7 @@ TEST(Greedy, DoesWhatThePaperSays) {
     Cases cases(seed);
     // Short lengths make many exact ties, long ones many bags without capacity.
     const PlanInput input = cases.input(false, seed % 2 == 0 ? 4 : 3000);
-    const Plan plan = greedy(input);
+    const MicroBatchPlan plan = greedy(input);
     std::vector<int32_t> bags;
     for (const Placement& p : plan.placements()) bags.push_back(p.bag.value);
     ASSERT_EQ(bags, bags_by_the_book(input)) << "seed " << seed << ", topology " << input.topology.str();
@@ -81,7 +81,7 @@ TEST(Greedy, ReplicasArePlannedApart) {
     return greedy(
         {.seq_lens = std::move(lens), .topology = Topology::parse("g1n2+g2n1", ranks), .d_model = 16, .workload = {}});
   };
-  const Plan joined = plan_of(SequenceLengths::from_lists(both), 8), alone = plan_of(right, 4);
+  const MicroBatchPlan joined = plan_of(SequenceLengths::from_lists(both), 8), alone = plan_of(right, 4);
   for (int32_t s = 0; s < alone.num_sequences(); ++s) {
     const Placement& in_joined = joined.placement(SequenceId(left.num_sequences() + s));
     EXPECT_EQ(in_joined.bag.value, alone.placement(SequenceId(s)).bag.value + 3);
@@ -90,7 +90,7 @@ TEST(Greedy, ReplicasArePlannedApart) {
 }
 
 TEST(Greedy, PlansNothingAtAll) {
-  const Plan plan = greedy(lengths_in({{}, {}}, "g2n1", 8));
+  const MicroBatchPlan plan = greedy(lengths_in({{}, {}}, "g2n1", 8));
   plan.validate();
   EXPECT_EQ(plan.num_sequences(), 0);
   EXPECT_DOUBLE_EQ(plan.balance_after().wir(), 1);
@@ -106,7 +106,7 @@ TEST(MakePlan, GroupsOfSeveralNodesAreOfUseOrLeftOut) {
     in.cluster.ranks_per_node = static_cast<int32_t>(cases.integer(1, 4));
     PlanInput inside = in;
     inside.topology = in.topology.within(in.cluster.ranks_per_node);
-    const Plan wide = balanced(in);
+    const MicroBatchPlan wide = balanced(in);
     wide.validate();
     EXPECT_LE(step_s(wide), step_s(balanced(inside)) * (1 + 1e-12)) << "seed " << seed;
   }
@@ -114,8 +114,9 @@ TEST(MakePlan, GroupsOfSeveralNodesAreOfUseOrLeftOut) {
 
 TEST(MakePlan, KnowsItsSolversByName) {
   const PlanInput input = lengths_in({{4}, {9}}, "g2n1", 8);
-  for (const Planner& planner : planners()) EXPECT_NO_THROW(make_plan(input, planner.name).validate()) << planner.name;
-  EXPECT_THROW(make_plan(input, "best"), ArgumentError);
+  for (const Planner& planner : planners())
+    EXPECT_NO_THROW(plan_micro_batch(input, planner.name).validate()) << planner.name;
+  EXPECT_THROW(plan_micro_batch(input, "best"), ArgumentError);
 }
 
 TEST(MakePlan, ALimitThatARefusalNamesIsKept) {
@@ -131,13 +132,13 @@ TEST(MakePlan, ALimitThatARefusalNamesIsKept) {
     const int64_t total = std::accumulate(in.seq_lens.lens().begin(), in.seq_lens.lens().end(), int64_t{0});
     in.max_tokens_per_rank = std::max<int64_t>(1, total * cases.integer(5, 15) / 10 / in.topology.num_ranks());
     try {
-      make_plan(in, solver, effort);
+      plan_micro_batch(in, solver, effort);
     } catch (const ArgumentError& error) {
       ++num_refused;
       const std::string message = error.what(), expected = "expected ";
       const size_t number = message.find_first_of("0123456789", message.find(expected));
       in.max_tokens_per_rank = std::stoll(message.substr(number));
-      EXPECT_NO_THROW(EXPECT_LE(make_plan(in, solver, effort).max_tokens(), in.max_tokens_per_rank))
+      EXPECT_NO_THROW(EXPECT_LE(plan_micro_batch(in, solver, effort).max_tokens(), in.max_tokens_per_rank))
           << "seed " << seed << ": " << message;
     }
   }
@@ -156,7 +157,7 @@ TEST(MakePlan, BagsOfManySizes) {
 TEST(MakePlan, RefusesATopologyOfNoRanks) {
   PlanInput input;
   input.d_model = 8;
-  EXPECT_THROW(make_plan(input, "balanced"), ArgumentError);
+  EXPECT_THROW(plan_micro_batch(input, "balanced"), ArgumentError);
 }
 
 TEST(MakePlan, BoundsEffort) {
@@ -164,7 +165,7 @@ TEST(MakePlan, BoundsEffort) {
   const PlanInput in = cases.input(true);
   for (const int64_t moves : {Effort::kMaxMoves + 1, int64_t{1} << 31, Effort::kHigh - 1}) {
     try {
-      make_plan(in, "balanced", {.moves = moves});
+      plan_micro_batch(in, "balanced", {.moves = moves});
       FAIL() << moves;
     } catch (const ArgumentError& error) {
       EXPECT_EQ(std::string(error.what()),
@@ -180,8 +181,8 @@ TEST(MakePlan, ALongSearchAsksWhetherItIsWanted) {
   struct Unwanted {};
   interrupt_check = [] { throw Unwanted(); };
   PlanInput in = lengths_in({{900, 40, 700}, {30, 55}, {600, 5}, {123}}, "g4/2/1n1", 64);
-  EXPECT_THROW(make_plan(in, "balanced", {.moves = Effort::kMaxMoves}), Unwanted);
-  EXPECT_NO_THROW(make_plan(in, "balanced", {.moves = Effort::kLow}));
+  EXPECT_THROW(plan_micro_batch(in, "balanced", {.moves = Effort::kMaxMoves}), Unwanted);
+  EXPECT_NO_THROW(plan_micro_batch(in, "balanced", {.moves = Effort::kLow}));
   interrupt_check = nullptr;
 }
 

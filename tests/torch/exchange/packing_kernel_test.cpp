@@ -132,7 +132,7 @@ class Random : public Cases {
 TEST(WireLayout, NarrowColumnsDoNotNarrowTheWordsOfWideOnes) {
   Cases cases(33);
   for (int32_t round = 0; round < 10; ++round) {
-    const Plan plan = cases.any_plan(cases.input(/*nested=*/true));
+    const MicroBatchPlan plan = cases.any_plan(cases.input(/*nested=*/true));
     const auto num_ranks = static_cast<size_t>(plan.num_ranks());
     std::vector<std::vector<int64_t>> sent(num_ranks), received(num_ranks);
     for (size_t r = 0; r < num_ranks; ++r) {
@@ -201,7 +201,7 @@ TEST(PackingKernel, SharesAndAddsHeadsAsTheOtherEngines) {
   while (num_bags < 150) {
     PlanInput input = random.input(/*nested=*/random.integer(0, 3) > 0);
     if (num_bags % 2 == 0) random.cut_queries(input);
-    const Plan plan = random.any_plan(std::move(input));
+    const MicroBatchPlan plan = random.any_plan(std::move(input));
     const std::vector<HeadCounts> counts{{6, 2}, {5, 5}, {8, 1}, {24, 24}};
     const HeadCounts heads = counts[static_cast<size_t>(random.integer(0, 3))];
     for (int32_t first = 0; first < plan.num_ranks();) {

@@ -5,7 +5,7 @@
 #include <span>
 #include <vector>
 
-#include "knapformer/core/plan/plan.h"
+#include "knapformer/core/plan/micro_batch_plan.h"
 
 namespace knapformer {
 

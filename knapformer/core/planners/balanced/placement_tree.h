@@ -40,7 +40,7 @@
 #include <span>
 #include <vector>
 
-#include "knapformer/core/plan/plan.h"
+#include "knapformer/core/plan/micro_batch_plan.h"
 #include "knapformer/core/util/error.h"
 
 namespace knapformer {

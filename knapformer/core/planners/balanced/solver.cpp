@@ -129,9 +129,9 @@ class ReplicaSolver {
 };
 
 /// The better of two plans of an input: the one that keeps the limit of tokens, or is faster.
-Plan better_of(Plan a, Plan b) {
-  const auto judged = [](const Plan& plan) {
-    const StepTime time = predict_step(plan);
+MicroBatchPlan better_of(MicroBatchPlan a, MicroBatchPlan b) {
+  const auto judged = [](const MicroBatchPlan& plan) {
+    const StepTime time = predict_micro_batch(plan);
     const double block_s = std::ranges::max(time.replica_block_s);
     return std::pair(!plan.keeps_limit(), plan.topology().is_flat() ? block_s : time.total_s());
   };
@@ -140,14 +140,14 @@ Plan better_of(Plan a, Plan b) {
 
 }  // namespace
 
-Plan plan_balanced(PlanInput input, Effort effort) {
+MicroBatchPlan plan_balanced(PlanInput input, Effort effort) {
   // The search does not see tokens that do not divide. In flat bags chunks are even, unless speeds differ.
   const bool is_even = input.topology.is_flat() && input.rank_speed.empty();
   const auto finish = [&](std::vector<Placement> placements) {
     bring_home(input, placements);
-    if (is_even) return Plan(input, "balanced", std::move(placements));
+    if (is_even) return MicroBatchPlan(input, "balanced", std::move(placements));
     std::vector<int64_t> chunk_lens = uneven_chunk_lens(input, placements);
-    return Plan(input, "balanced", std::move(placements), std::move(chunk_lens));
+    return MicroBatchPlan(input, "balanced", std::move(placements), std::move(chunk_lens));
   };
   // A search over groups of several nodes finds worse plans, in more time, than one over groups inside nodes: so it is
   // made where those cannot take the sequences, and starts from their plan.
@@ -164,11 +164,11 @@ Plan plan_balanced(PlanInput input, Effort effort) {
       wide.push_back(replica);
   }
   for (Placement& place : placements) place.bag = input.topology.bag_of(place.first_rank);
-  Plan plan = finish(placements);
+  MicroBatchPlan plan = finish(placements);
   for (const int32_t replica : wide) ReplicaSolver(input, replica, effort).place(placements, /*has_start=*/true);
   if (!wide.empty()) plan = better_of(std::move(plan), finish(std::move(placements)));
   if (!input.topology.is_flat()) return plan;
-  return better_of(std::move(plan), Plan(input, "balanced", greedy_placements(input)));
+  return better_of(std::move(plan), MicroBatchPlan(input, "balanced", greedy_placements(input)));
 }
 
 }  // namespace knapformer

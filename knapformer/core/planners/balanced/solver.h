@@ -11,12 +11,12 @@
 // groups inside nodes, one in nested bags never longer than longest first in flat bags of one of their degrees.
 #pragma once
 
-#include "knapformer/core/plan/plan.h"
+#include "knapformer/core/plan/micro_batch_plan.h"
 #include "knapformer/core/planners/balanced/effort.h"
 
 namespace knapformer {
 
 /// Of valid input.
-Plan plan_balanced(PlanInput input, Effort effort);
+MicroBatchPlan plan_balanced(PlanInput input, Effort effort);
 
 }  // namespace knapformer

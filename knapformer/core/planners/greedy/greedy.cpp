@@ -67,10 +67,10 @@ std::vector<Placement> greedy_placements(const PlanInput& input, Capacity capaci
   return placements;
 }
 
-Plan plan_greedy(PlanInput input, Capacity capacity) {
+MicroBatchPlan plan_greedy(PlanInput input, Capacity capacity) {
   std::vector<Placement> placements = greedy_placements(input, capacity);
   const char* const name = capacity == Capacity::kWhole ? "greedy" : "greedy_remaining";
-  return Plan(std::move(input), name, std::move(placements));
+  return MicroBatchPlan(std::move(input), name, std::move(placements));
 }
 
 }  // namespace knapformer

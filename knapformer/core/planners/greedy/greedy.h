@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "knapformer/core/plan/plan.h"
+#include "knapformer/core/plan/micro_batch_plan.h"
 
 namespace knapformer {
 
@@ -19,6 +19,6 @@ enum class Capacity { kWhole, kRemaining };
 ///
 /// O(n log n + n (log bags + distinct bag sizes)). Of valid input, in flat bags.
 std::vector<Placement> greedy_placements(const PlanInput& input, Capacity capacity = Capacity::kWhole);
-Plan plan_greedy(PlanInput input, Capacity capacity);
+MicroBatchPlan plan_greedy(PlanInput input, Capacity capacity);
 
 }  // namespace knapformer

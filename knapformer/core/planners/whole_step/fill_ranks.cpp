@@ -8,7 +8,7 @@
 
 namespace knapformer {
 
-StepPlan fill_ranks(const StepPlan& plan) {
+Plan fill_ranks(const Plan& plan) {
   const StepInput& input = plan.input();
   const PlanInput& step = input.sequences;
   const Topology& topology = step.topology;
@@ -87,9 +87,9 @@ StepPlan fill_ranks(const StepPlan& plan) {
     }
   }
   std::vector<std::string> solvers;
-  for (const Plan& micro_batch : plan.plans()) solvers.push_back(micro_batch.solver());
-  std::vector<Plan> plans = plans_as_placed(input, micro_batches, placements, chunk_lens, solvers);
-  return StepPlan(input, std::move(micro_batches), std::move(plans));
+  for (const MicroBatchPlan& micro_batch : plan.plans()) solvers.push_back(micro_batch.solver());
+  std::vector<MicroBatchPlan> plans = plans_as_placed(input, micro_batches, placements, chunk_lens, solvers);
+  return Plan(input, std::move(micro_batches), std::move(plans));
 }
 
 }  // namespace knapformer

@@ -42,7 +42,7 @@ class StepSolver {
   StepSolver(StepInput input, std::string_view solver, Effort effort)
       : input_(std::move(input)), solver_(solver), effort_(effort) {}
 
-  StepPlan solve() {
+  Plan solve() {
     if (input_.sync == StepSync::kStep) consider_sums();
     if (!best_ && blocks_lower_bound_s(input_) > 0) {
       if (const auto packing = pack_by_time(input_, num_usable(), effort_)) consider(*packing);
@@ -63,8 +63,8 @@ class StepSolver {
 
  private:
   /// handicap: at least so many times as short must the plan be as the best so far.
-  void consider(StepPlan plan, double handicap = 1) {
-    const double time_s = predict_accumulated(plan).total_s;
+  void consider(Plan plan, double handicap = 1) {
+    const double time_s = predict_step(plan).total_s;
     if (best_ && time_s * handicap >= best_s_ * kShorter) return;
     best_s_ = time_s;
     best_ = std::move(plan);
@@ -91,36 +91,37 @@ class StepSolver {
     std::vector<std::vector<Placement>> placements(inputs.size());
     for (size_t s = 0; s < packing.placements.size(); ++s)
       placements[packing.micro_batches[s]].push_back(packing.placements[s]);
-    std::vector<Plan> plans;
+    std::vector<MicroBatchPlan> plans;
     for (size_t k = 0; k < inputs.size(); ++k) {
       bring_home(inputs[k], placements[k]);
       std::vector<int64_t> chunk_lens = uneven_chunk_lens(inputs[k], placements[k]);
-      Plan packed(std::move(inputs[k]), "packed", std::move(placements[k]), std::move(chunk_lens));
-      std::optional<Plan> plan = better_of(std::move(packed), k < packing.levels_s.size() ? packing.levels_s[k] : 0);
+      MicroBatchPlan packed(std::move(inputs[k]), "packed", std::move(placements[k]), std::move(chunk_lens));
+      std::optional<MicroBatchPlan> plan =
+          better_of(std::move(packed), k < packing.levels_s.size() ? packing.levels_s[k] : 0);
       if (!plan) return;
       plans.push_back(*std::move(plan));
     }
-    consider(StepPlan(input_, packing.micro_batches, std::move(plans)));
+    consider(Plan(input_, packing.micro_batches, std::move(plans)));
   }
 
-  bool keeps_limit(const Plan& plan) const {
+  bool keeps_limit(const MicroBatchPlan& plan) const {
     const int64_t limit = input_.sequences.max_tokens_per_rank;
     return limit == 0 || plan.max_tokens() <= limit;
   }
 
   /// `plan`, or the planner's plan where that may be much shorter and is. Nothing if neither keeps the limit of tokens.
-  std::optional<Plan> better_of(Plan plan, double level_s) const {
+  std::optional<MicroBatchPlan> better_of(MicroBatchPlan plan, double level_s) const {
     const double tolerance = effort_.moves == Effort::kLow ? 1.005 : 1.002;
     const bool is_kept = keeps_limit(plan);
-    const StepTime time = predict_step(plan);
+    const StepTime time = predict_micro_batch(plan);
     bool is_good = is_kept;
     for (int32_t r = 0; r < plan.topology().num_replicas() && is_good; ++r) {
       const double least_s = std::max(level_s, replica_lower_bound_s(plan.input(), plan.topology(), r));
       is_good = time.replica_block_s[r] <= least_s * tolerance;
     }
     if (is_good) return plan;
-    std::optional<Plan> other = plan_within_limit(plan.input(), solver_, effort_);
-    if (is_kept && (!other || predict_step(*other).total_s() >= time.total_s())) return plan;
+    std::optional<MicroBatchPlan> other = plan_within_limit(plan.input(), solver_, effort_);
+    if (is_kept && (!other || predict_micro_batch(*other).total_s() >= time.total_s())) return plan;
     return other;
   }
 
@@ -137,7 +138,7 @@ class StepSolver {
   /// Returns whether there is a plan whose ranks are about as even as can be.
   bool consider_sums(const PlanInput& all);
   /// Considers the plan of all sequences, cut into these micro-batches, if that keeps the limit of tokens.
-  void consider_cut(const Plan& sums, std::vector<int32_t> micro_batches, double handicap);
+  void consider_cut(const MicroBatchPlan& sums, std::vector<int32_t> micro_batches, double handicap);
 
   /// The micro-batches planned one by one, until even what is planned and the lower bound of the rest are no shorter.
   void consider_planned(std::vector<int32_t> micro_batches, double handicap) {
@@ -145,15 +146,15 @@ class StepSolver {
     std::vector<double> bounds_s;
     for (const PlanInput& input : inputs) bounds_s.push_back(lower_bound_s({input}));
     double least_s = std::accumulate(bounds_s.begin(), bounds_s.end(), 0.0);
-    std::vector<Plan> plans;
+    std::vector<MicroBatchPlan> plans;
     for (size_t k = 0; k < inputs.size(); ++k) {
       if (best_ && input_.sync == StepSync::kMicroBatch && least_s * handicap >= best_s_) return;
-      std::optional<Plan> plan = plan_within_limit(inputs[k], solver_, effort_);
+      std::optional<MicroBatchPlan> plan = plan_within_limit(inputs[k], solver_, effort_);
       if (!plan) return;
-      least_s += predict_step(*plan).total_s() - bounds_s[k];
+      least_s += predict_micro_batch(*plan).total_s() - bounds_s[k];
       plans.push_back(*std::move(plan));
     }
-    consider(StepPlan(input_, std::move(micro_batches), std::move(plans)), handicap);
+    consider(Plan(input_, std::move(micro_batches), std::move(plans)), handicap);
   }
 
   /// Each sequence of a replica in its own micro-batch, over a largest bag: what keeps a limit if anything does.
@@ -177,7 +178,7 @@ class StepSolver {
   StepInput input_;
   std::string_view solver_;
   Effort effort_;
-  std::optional<StepPlan> best_;
+  std::optional<Plan> best_;
   double best_s_ = 0;
 };
 
@@ -196,7 +197,7 @@ void StepSolver::consider_sums() {
 }
 
 bool StepSolver::consider_sums(const PlanInput& all) {
-  const std::optional<Plan> sums = plan_within_limit(all, solver_, effort_);
+  const std::optional<MicroBatchPlan> sums = plan_within_limit(all, solver_, effort_);
   if (!sums) return false;
   const SequenceLengths& seq_lens = input_.sequences.seq_lens;
   const auto num_ranks = static_cast<size_t>(seq_lens.num_ranks());
@@ -232,20 +233,20 @@ bool StepSolver::consider_sums(const PlanInput& all) {
     const auto last = static_cast<int32_t>(num_micro_batches - 1);  // after which gradients are reduced
     consider_cut(*sums, std::vector<int32_t>(order.size(), last), kLonger);
   }
-  const StepTime time = predict_step(*sums);
+  const StepTime time = predict_micro_batch(*sums);
   const double block_s = std::ranges::max(time.replica_block_s);
   return best_ && block_s <= kHardly * blocks_lower_bound_s(input_);
 }
 
-void StepSolver::consider_cut(const Plan& sums, std::vector<int32_t> micro_batches, double handicap) {
+void StepSolver::consider_cut(const MicroBatchPlan& sums, std::vector<int32_t> micro_batches, double handicap) {
   Ragged<int64_t> chunk_lens;
   for (int32_t s = 0; s < sums.num_sequences(); ++s) append_chunk_lens(sums, SequenceId(s), chunk_lens);
   const std::vector<std::string> solvers(static_cast<size_t>(input_.num_micro_batches), sums.solver());
   std::vector<Placement> placements(sums.placements().begin(), sums.placements().end());
   for (Placement& place : placements) place.bag = input_.sequences.topology.bag_of(place.first_rank);
-  std::vector<Plan> plans = plans_as_placed(input_, micro_batches, placements, chunk_lens, solvers);
-  if (!std::ranges::all_of(plans, [&](const Plan& plan) { return keeps_limit(plan); })) return;
-  consider(StepPlan(input_, std::move(micro_batches), std::move(plans)), handicap);
+  std::vector<MicroBatchPlan> plans = plans_as_placed(input_, micro_batches, placements, chunk_lens, solvers);
+  if (!std::ranges::all_of(plans, [&](const MicroBatchPlan& plan) { return keeps_limit(plan); })) return;
+  consider(Plan(input_, std::move(micro_batches), std::move(plans)), handicap);
 }
 
 /// Tokens that a rank of a micro-batch must be able to hold, for the longest sequence.
@@ -289,13 +290,13 @@ void check_token_limit(const StepInput& input) {
 
 }  // namespace
 
-StepPlan plan_step(StepInput input, std::string_view solver, Effort effort) {
+Plan plan_step(StepInput input, std::string_view solver, Effort effort) {
   input.validate();
   if (input.sequences.query_cuts.empty()) cut_queries(input.sequences);
   planner_for(input.sequences.topology, solver, effort);  // throws at once what each micro-batch's planner would throw
   const bool is_single = input.num_micro_batches == 1;
   if (is_single) {
-    std::optional<Plan> plan = plan_within_limit(input.sequences, solver, effort);
+    std::optional<MicroBatchPlan> plan = plan_within_limit(input.sequences, solver, effort);
     if (plan) {
       std::vector<int32_t> micro_batches(plan->placements().size(), 0);
       return {std::move(input), std::move(micro_batches), {*std::move(plan)}};
@@ -306,12 +307,12 @@ StepPlan plan_step(StepInput input, std::string_view solver, Effort effort) {
     if (input.sequences.seq_lens.lens().size() > kFewSequences) effort.moves = Effort::kLow;
     return StepSolver(input, solver, effort).solve();
   } catch (const TokenLimitError&) {
-    if (is_single) make_plan(input.sequences, solver, effort);  // throws, and names a limit that it keeps
+    if (is_single) plan_micro_batch(input.sequences, solver, effort);  // throws, and names a limit that it keeps
     throw;
   }
 }
 
-StepPlan plan_fewest_micro_batches(StepInput input, std::string_view solver, Effort effort) {
+Plan plan_fewest_micro_batches(StepInput input, std::string_view solver, Effort effort) {
   const PlanInput& step = input.sequences;
   if (step.max_tokens_per_rank == 0)
     throw_argument("micro_batches", "'auto' without max_tokens_per_rank", "a limit of tokens per rank, or a number");

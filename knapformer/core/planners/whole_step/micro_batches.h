@@ -20,18 +20,18 @@
 #include <string>
 #include <string_view>
 
-#include "knapformer/core/plan/step_plan.h"
+#include "knapformer/core/plan/plan.h"
 #include "knapformer/core/planners/balanced/effort.h"
 
 namespace knapformer {
 
 /// Throws ArgumentError for an unknown name, invalid input, or a limit of tokens per rank that no plan that was found
 /// keeps.
-StepPlan plan_step(StepInput input, std::string_view solver, Effort effort = {});
+Plan plan_step(StepInput input, std::string_view solver, Effort effort = {});
 
 /// Uses as few micro-batches as keep max_tokens_per_rank; the input's number is ignored. Throws ArgumentError (argument
 /// "micro_batches") if there is no limit, and otherwise as plan_step does.
-StepPlan plan_fewest_micro_batches(StepInput input, std::string_view solver, Effort effort = {});
+Plan plan_fewest_micro_batches(StepInput input, std::string_view solver, Effort effort = {});
 
 /// In place of the input's topology, the best of rank_topologies for all sequences of the step, whose ranks hold the
 /// limit of tokens once in each micro-batch; of those in which every micro-batch is sure to keep it, if there are any.
@@ -42,6 +42,6 @@ std::string best_topology(StepInput input, std::string_view solver, bool fewest)
 /// gets one, of which every rank keeps at least one other: a whole sequence if its bag takes one, otherwise one that a
 /// group around it shares, with little work. The fullest rank holds no more tokens than before. A rank stays empty if
 /// its replica has no such sequence left.
-StepPlan fill_ranks(const StepPlan& plan);
+Plan fill_ranks(const Plan& plan);
 
 }  // namespace knapformer

@@ -18,7 +18,7 @@
 #include <optional>
 #include <vector>
 
-#include "knapformer/core/plan/step_plan.h"
+#include "knapformer/core/plan/plan.h"
 #include "knapformer/core/planners/balanced/effort.h"
 
 namespace knapformer {

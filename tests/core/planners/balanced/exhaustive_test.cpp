@@ -42,7 +42,7 @@ void for_all_placements(const PlanInput& in, const Visit& visit) {
 double exhaustive_best(const PlanInput& in) {
   double best = std::numeric_limits<double>::infinity();
   for_all_placements(in, [&](const std::vector<Placement>& placements) {
-    best = std::min(best, step_s(Plan(in, "any", placements, uneven_chunk_lens(in, placements))));
+    best = std::min(best, step_s(MicroBatchPlan(in, "any", placements, uneven_chunk_lens(in, placements))));
   });
   return best;
 }
@@ -64,7 +64,7 @@ void check_close_to_the_best(bool with_given_work) {
       in.give_work(work);
     }
     const double best = exhaustive_best(in);
-    const Plan plan = balanced(in, {.moves = 5000});
+    const MicroBatchPlan plan = balanced(in, {.moves = 5000});
     const double ratio = step_s(plan) / best;
     EXPECT_GE(best, lower_bound_s({plan.input()}) * (1 - 1e-12));
     EXPECT_GE(ratio, 1 - 1e-4) << "seed " << seed;  // a different cut may win by a token
@@ -123,7 +123,7 @@ TEST(BalancedSolver, FewSequencesInFlatBagsArePlannedBestOfAll) {
 int64_t least_limit(const PlanInput& in) {
   int64_t least = std::numeric_limits<int64_t>::max();
   for_all_placements(in, [&](const std::vector<Placement>& placements) {
-    least = std::min(least, Plan(in, "any", placements, uneven_chunk_lens(in, placements)).max_tokens());
+    least = std::min(least, MicroBatchPlan(in, "any", placements, uneven_chunk_lens(in, placements)).max_tokens());
   });
   return least;
 }

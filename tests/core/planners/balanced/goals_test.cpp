@@ -25,7 +25,7 @@ TEST_P(Goals, AreReachedOnTheMean) {
   double by_default = 0, low = 0, exchanged_fraction = 0, model = 0;
   for (uint64_t seed = 0; seed < kSeeds; ++seed) {
     const PlanInput in = mix_input(goal.mix, "g8/4/2/1n4", seed, goal.gamma);
-    const Plan plan = balanced(in);
+    const MicroBatchPlan plan = balanced(in);
     plan.validate();
     by_default += strict_loss(std::array{plan}) / kSeeds;
     model += block_loss(plan) / kSeeds;
@@ -51,7 +51,7 @@ TEST(BalancedSolver, FlatBagsComeOutEvenWhereExchangesAreFree) {
   for (uint64_t seed = 0; seed < kSeeds; ++seed) {
     const auto mean_of = [&](PlanInput in, std::string_view solver) {
       in.cluster.node_bytes_per_s = std::numeric_limits<double>::infinity();
-      return make_plan(in, solver).balance_after().max_over_mean() / kSeeds;
+      return plan_micro_batch(in, solver).balance_after().max_over_mean() / kSeeds;
     };
     joint_g4 += mean_of(mix_input("joint", "g4n8", seed, 1.0), "balanced");
     joint_g8 += mean_of(mix_input("joint", "g8n4", seed, 1.0), "balanced");
@@ -127,7 +127,7 @@ TEST(BalancedSolver, FasterRanksGetMore) {
   in.topology = Topology::parse("g8/4/2/1n1", 8);
   in.d_model = 3072;
   in.rank_speed = {2, 2, 1, 1, 1, 1, 1, 1};
-  const Plan plan = balanced(in);
+  const MicroBatchPlan plan = balanced(in);
   EXPECT_LE(block_loss(plan), 1.06);
   EXPECT_GE(plan.tokens_after()[0], plan.tokens_after()[7] * 18 / 10);
 }
@@ -139,12 +139,12 @@ TEST(BalancedSolver, SpeedsOfAnyScale) {
   in.d_model = 3072;
   use_block_clock(in);
   in.cluster.node_bytes_per_s = in.cluster.network_bytes_per_s = std::numeric_limits<double>::infinity();
-  const double time_s = predict_step(balanced(in)).blocks_s();
+  const double time_s = predict_micro_batch(balanced(in)).blocks_s();
   for (const double speed : {1e-18, 1e-12, 1e18}) {
     in.rank_speed.assign(8, speed);
-    const Plan plan = balanced(in);
+    const MicroBatchPlan plan = balanced(in);
     plan.validate();
-    EXPECT_NEAR(predict_step(plan).blocks_s() * speed, time_s, time_s * 0.01);
+    EXPECT_NEAR(predict_micro_batch(plan).blocks_s() * speed, time_s, time_s * 0.01);
     EXPECT_GE(prediction_of(plan).gap(), 0);
     EXPECT_LT(prediction_of(plan).gap(), 0.05);
   }

@@ -21,18 +21,18 @@ PlanInput input_of(const std::vector<std::vector<int64_t>>& lens, const std::str
 }
 
 /// Cuts as the solver does.
-Plan plan_of(const PlanInput& in, const std::vector<Placement>& placements) {
-  return Plan(in, "any", placements, uneven_chunk_lens(in, placements));
+MicroBatchPlan plan_of(const PlanInput& in, const std::vector<Placement>& placements) {
+  return MicroBatchPlan(in, "any", placements, uneven_chunk_lens(in, placements));
 }
 
 /// Over the ranks, of a block.
-double sum_of_group_times(const Plan& plan) {
+double sum_of_group_times(const MicroBatchPlan& plan) {
   double sum = 0;
-  for (const RankTime& rank : predict_step(plan).ranks) sum += rank.block_s;
+  for (const RankTime& rank : predict_micro_batch(plan).ranks) sum += rank.block_s;
   return sum;
 }
 
-Plan at_home(const PlanInput& in, std::vector<Placement> placements) {
+MicroBatchPlan at_home(const PlanInput& in, std::vector<Placement> placements) {
   bring_home(in, placements);
   return plan_of(in, placements);
 }
@@ -44,18 +44,18 @@ TEST(Locality, KeepsTimeAndLimitAndMovesNoMore) {
     constexpr int32_t kNodes[] = {1, 2, 4, 8, 1 << 20};
     in.cluster.ranks_per_node = kNodes[seed % 5];
     if (seed % 3 == 1) in.rank_speed = cases.rank_speed(in.topology.num_ranks());
-    const Plan any = cases.any_plan(in);
+    const MicroBatchPlan any = cases.any_plan(in);
     const std::vector<Placement> placements(any.placements().begin(), any.placements().end());
-    const Plan before = plan_of(in, placements);
-    const Plan after = at_home(in, placements);
+    const MicroBatchPlan before = plan_of(in, placements);
+    const MicroBatchPlan after = at_home(in, placements);
     after.validate();
-    const double block_s = predict_step(before).blocks_s();
-    EXPECT_NEAR(predict_step(after).blocks_s(), block_s, block_s * 1e-6) << "seed " << seed;
+    const double block_s = predict_micro_batch(before).blocks_s();
+    EXPECT_NEAR(predict_micro_batch(after).blocks_s(), block_s, block_s * 1e-6) << "seed " << seed;
     EXPECT_NEAR(sum_of_group_times(after), sum_of_group_times(before), 1e-6 * sum_of_group_times(before))
         << "seed " << seed;
     // Cut evenly, which is what it goes by.
-    const Plan evenly_before(in, "any", placements);
-    const Plan evenly_after(in, "any", {after.placements().begin(), after.placements().end()});
+    const MicroBatchPlan evenly_before(in, "any", placements);
+    const MicroBatchPlan evenly_after(in, "any", {after.placements().begin(), after.placements().end()});
     EXPECT_LE(evenly_after.tokens_moved(), evenly_before.tokens_moved() + std::ssize(before.chunks()))
         << "seed " << seed;
     in.max_tokens_per_rank = before.max_tokens();
@@ -80,7 +80,7 @@ TEST(Locality, AsManyEqualSequencesAsPossibleStayAtHome) {
     }
     int64_t at_most_home = 0;  // a rank keeps as many as it has, or as it is to hold
     for (size_t r = 0; r < lens.size(); ++r) at_most_home += std::min<int64_t>(std::ssize(lens[r]), held[r]);
-    const Plan plan = at_home(in, placements);
+    const MicroBatchPlan plan = at_home(in, placements);
     EXPECT_EQ(plan.tokens_moved(), 512 * (in.seq_lens.num_sequences() - at_most_home)) << "seed " << seed;
   }
 }
@@ -90,7 +90,7 @@ TEST(Locality, SequencesThatCannotStayAtHomeStayInTheirNode) {
   in.cluster.ranks_per_node = 2;
   std::vector<Placement> placements;
   for (const int32_t rank : {3, 3, 1, 1}) placements.push_back({.bag = BagId(rank), .first_rank = Rank(rank)});
-  const Plan plan = at_home(in, placements);
+  const MicroBatchPlan plan = at_home(in, placements);
   EXPECT_EQ(plan.placement(SequenceId(0)).first_rank, Rank(1));
   EXPECT_EQ(plan.placement(SequenceId(2)).first_rank, Rank(3));
 }

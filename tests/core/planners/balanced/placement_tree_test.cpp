@@ -20,10 +20,10 @@ TEST(PlacementTrees, AGroupTakesNoLongerThanTheClockSays) {
     in.d_model = int64_t{1} << 22;  // and a link so slow that all phases are of one order
     in.cluster.node_bytes_per_s = in.cluster.network_bytes_per_s = seed % 2 == 0 ? 25e6 : 200e6;
     in.model.mode = seed % 5 == 0 ? StepMode::kInference : StepMode::kTraining;
-    const Plan any = cases.any_plan(in);
+    const MicroBatchPlan any = cases.any_plan(in);
     const std::vector<Placement> placements(any.placements().begin(), any.placements().end());
-    const Plan plan(in, "any", placements, uneven_chunk_lens(in, placements));
-    const StepTime time = predict_step(plan);
+    const MicroBatchPlan plan(in, "any", placements, uneven_chunk_lens(in, placements));
+    const StepTime time = predict_micro_batch(plan);
     for (int32_t replica = 0; replica < in.topology.num_replicas(); ++replica) {
       PlacementTrees trees(in, replica);
       for (const TreeItem& item : trees.items()) trees.add(item, trees.node_of(placements[item.id.index()]));

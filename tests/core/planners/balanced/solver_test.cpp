@@ -25,7 +25,7 @@ TEST(BalancedSolver, PlansAreValidAndEqual) {
       for (const int64_t length : in.seq_lens.lens()) in.attention_pairs.push_back(cases.integer(0, length * length));
     }
     in.cluster.ranks_per_node = static_cast<int32_t>(cases.integer(1, 8));
-    const Plan plan = balanced(in, {.moves = 500});
+    const MicroBatchPlan plan = balanced(in, {.moves = 500});
     ASSERT_NO_THROW(plan.validate()) << "seed " << seed;
     EXPECT_EQ(plan, balanced(in, {.moves = 500})) << "seed " << seed;
     EXPECT_GE(step_s(plan), lower_bound_s({plan.input()}) * (1 - 1e-12)) << "seed " << seed;
@@ -99,8 +99,8 @@ TEST(BalancedSolver, FlatBagsAreNeverWorseThanGreedyOnes) {
     in.cluster.ranks_per_node = static_cast<int32_t>(cases.integer(1, 8));
     if (seed % 3 == 1) in.cluster.node_bytes_per_s = in.cluster.network_bytes_per_s = kFree;
     if (seed % 5 == 1) in.rank_speed = cases.rank_speed(in.topology.num_ranks());
-    const Plan plan = balanced(in, {.moves = static_cast<int64_t>(seed % 4 * 300)});
-    const Plan by_greedy = greedy(in);
+    const MicroBatchPlan plan = balanced(in, {.moves = static_cast<int64_t>(seed % 4 * 300)});
+    const MicroBatchPlan by_greedy = greedy(in);
     plan.validate();
     const double plan_s = max_block_s(plan), greedy_s = max_block_s(by_greedy);
     EXPECT_LE(plan_s, greedy_s) << "seed " << seed;
@@ -110,7 +110,7 @@ TEST(BalancedSolver, FlatBagsAreNeverWorseThanGreedyOnes) {
 }
 
 /// Groups of 4 share a long sequence each; the short ones are whole, each on the rank with the fewest tokens so far.
-Plan long_ones_shared_by_four(const PlanInput& in) {
+MicroBatchPlan long_ones_shared_by_four(const PlanInput& in) {
   std::vector<Placement> placements;
   std::vector<int64_t> chunk_lens, whole(static_cast<size_t>(in.topology.num_ranks()));
   int32_t group = 0;
@@ -123,7 +123,7 @@ Plan long_ones_shared_by_four(const PlanInput& in) {
     placements.push_back({.bag = in.topology.bag_of(rank), .first_rank = rank, .degree = degree});
     for (int32_t i = 0; i < degree; ++i) chunk_lens.push_back(length * (i + 1) / degree - length * i / degree);
   }
-  return Plan(in, "by hand", std::move(placements), std::move(chunk_lens));
+  return MicroBatchPlan(in, "by hand", std::move(placements), std::move(chunk_lens));
 }
 
 TEST(BalancedSolver, SlowNetworksShareNoMoreThanTheyMust) {
@@ -146,26 +146,26 @@ TEST(BalancedSolver, EveryReplicaIsSolvedForItself) {
     const SequenceLengths lens = seed % 2 == 0 ? five_lengths(seed, 8, 3) : five_lengths(seed, 8, 1);
     for (int32_t r = 0; r < 8; ++r) all.emplace_back(lens.lens(Rank(r)).begin(), lens.lens(Rank(r)).end());
     PlanInput in{.seq_lens = lens, .topology = Topology::parse("g8/4/2/1n1", 8), .d_model = 3072, .workload = {}};
-    alone.push_back(predict_step(balanced(in)).replica_block_s[0]);
+    alone.push_back(predict_micro_batch(balanced(in)).replica_block_s[0]);
   }
   const PlanInput in = {.seq_lens = SequenceLengths::from_lists(all),
                         .topology = Topology::parse("g8/4/2/1n1", 48),
                         .d_model = 3072,
                         .workload = {}};
-  const Plan plan = balanced(in);
+  const MicroBatchPlan plan = balanced(in);
   plan.validate();
-  const StepTime time = predict_step(plan);
+  const StepTime time = predict_micro_batch(plan);
   for (size_t i = 0; i < alone.size(); ++i)
     EXPECT_NEAR(time.replica_block_s[i], alone[i], 1e-12 * alone[i]) << "replica " << i;
 }
 
 TEST(BalancedSolver, KeepsALimitOfTokensOrSaysByHowMuchItCannot) {
   PlanInput in = mix_input("joint", "g8/4/2/1n4", 3, 1.0);
-  const Plan free = balanced(in);
+  const MicroBatchPlan free = balanced(in);
   const int64_t mean = (free.num_tokens() + 31) / 32;
   ASSERT_GT(free.max_tokens(), mean * 11 / 10);
   in.max_tokens_per_rank = mean * 11 / 10;
-  const Plan limited = balanced(in);
+  const MicroBatchPlan limited = balanced(in);
   limited.validate();
   EXPECT_LE(limited.max_tokens(), in.max_tokens_per_rank);
   EXPECT_GE(step_s(limited), step_s(free) * 0.99);
@@ -224,7 +224,7 @@ TEST(BalancedSolver, ALimitThatIsKeptAnywayCostsNothing) {
         PlanInput in = mix_input(mix, topology, seed, 1.0);
         for (const int64_t moves : {Effort::kLow, Effort::kDefault}) {
           in.max_tokens_per_rank = 0;
-          const Plan free = balanced(in, {.moves = moves});
+          const MicroBatchPlan free = balanced(in, {.moves = moves});
           in.max_tokens_per_rank = free.max_tokens();
           EXPECT_LE(step_s(balanced(in, {.moves = moves})), step_s(free) * (1 + 1e-12))
               << mix << " in " << topology << ", seed " << seed;
@@ -247,7 +247,7 @@ TEST(BalancedSolver, EqualSequencesStayAtHome) {
   }
   EXPECT_GT(greedy(in).tokens_moved(), 0);
   in.topology = Topology::parse("g4n4", 16);
-  const Plan shared = balanced(in);
+  const MicroBatchPlan shared = balanced(in);
   for (int32_t s = 0; s < shared.num_sequences(); ++s) {
     EXPECT_TRUE(
         in.cluster.same_node(shared.seq_lens().home_of(SequenceId(s)), shared.placement(SequenceId(s)).first_rank));
@@ -260,9 +260,9 @@ TEST(BalancedSolver, SlowRanksMayStandAnywhere) {
   in.topology = Topology::parse("g4/2/1n1", 4);
   in.d_model = 3072;
   in.rank_speed = {1, 1, 0.1, 0.1};
-  const double last_s = predict_step(balanced(in)).blocks_s();
+  const double last_s = predict_micro_batch(balanced(in)).blocks_s();
   in.rank_speed = {0.1, 0.1, 1, 1};
-  EXPECT_DOUBLE_EQ(predict_step(balanced(in)).blocks_s(), last_s);
+  EXPECT_DOUBLE_EQ(predict_micro_batch(balanced(in)).blocks_s(), last_s);
 }
 
 TEST(BalancedSolver, IsNeverWorseThanItsFlatTopologiesPlannedAlone) {

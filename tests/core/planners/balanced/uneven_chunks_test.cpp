@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "knapformer/core/plan/plan.h"
+#include "knapformer/core/plan/micro_batch_plan.h"
 #include "knapformer/core/planners/balanced/last_steps.h"
 #include "tests/core/cases.h"
 
@@ -30,7 +30,7 @@ TEST(UnevenChunks, SpeedsAreRelative) {
     Cases cases(seed);
     PlanInput in = cases.input(true, 5000);
     const auto num_ranks = static_cast<size_t>(in.topology.num_ranks());
-    const Plan any = cases.any_plan(in);
+    const MicroBatchPlan any = cases.any_plan(in);
     const std::vector<Placement> placements(any.placements().begin(), any.placements().end());
     const std::vector<int64_t> even = uneven_chunk_lens(in, placements);
     for (const double speed : {1.0, 1e-12, 1e300}) {
@@ -57,7 +57,7 @@ TEST(UnevenChunks, KeepsAnyLengthAndSpeed) {
   // Nearly all goes to the fast ranks, as far as they may hold it.
   for (const int64_t percent : {100, 30}) {
     in.max_tokens_per_rank = (int64_t{2000} << 31) / 100 * percent;
-    const Plan plan(in, "any", placements, uneven_chunk_lens(in, placements));
+    const MicroBatchPlan plan(in, "any", placements, uneven_chunk_lens(in, placements));
     plan.validate();
     EXPECT_LE(plan.max_tokens(), in.max_tokens_per_rank);
     EXPECT_GT(plan.tokens_after()[0],
@@ -71,11 +71,11 @@ TEST(UnevenChunks, ReachesHallsBound) {
   for (uint64_t seed = 0; seed < 200; ++seed) {
     Cases cases(seed);
     const PlanInput in = cases.input(true, 5000);
-    const Plan any = cases.any_plan(in);
+    const MicroBatchPlan any = cases.any_plan(in);
     std::vector<Placement> placements(any.placements().begin(), any.placements().end());
-    const Plan plan(in, "any", placements, uneven_chunk_lens(in, placements));
+    const MicroBatchPlan plan(in, "any", placements, uneven_chunk_lens(in, placements));
     plan.validate();
-    const std::vector<RankTime> ranks = predict_step(plan).ranks;
+    const std::vector<RankTime> ranks = predict_micro_batch(plan).ranks;
     // The longest per-token phase of each connected group against the fullest aligned block inside it.
     for (int32_t r = 0; r < plan.num_ranks(); ++r) {
       const Rank leader = ranks[r].group;

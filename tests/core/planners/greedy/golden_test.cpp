@@ -37,7 +37,7 @@ TEST(GoldenPlans, GreedyMakesEveryOneOfThem) {
   ASSERT_EQ(plans.size(), 72) << "in " GOLDEN_DIR;
   for (const auto& [golden, input] : plans) {
     SCOPED_TRACE(golden["name"].get<std::string>());
-    const Plan plan = greedy(input);
+    const MicroBatchPlan plan = greedy(input);
     plan.validate();
     std::vector<int32_t> bags;
     for (const Placement& p : plan.placements()) bags.push_back(p.bag.value);
@@ -64,7 +64,7 @@ TEST(Greedy, RemainingCapacityDecidesAmongBagsOfSeveralSizes) {
     PlanInput in = lengths_in({{35, 30}, {28, 27}, {25, 15}, {}}, topology, 64);
     in.workload.gamma = 0;
     std::vector<int32_t> bags;
-    const Plan plan = make_plan(in, solver);
+    const MicroBatchPlan plan = plan_micro_batch(in, solver);
     for (const Placement& place : plan.placements()) bags.push_back(place.bag.value);
     return bags;
   };
@@ -77,12 +77,12 @@ TEST(GoldenPlans, BalancedIsNeverSlower) {
   int num_better = 0;
   for (auto& [golden, input] : golden_plans()) {
     SCOPED_TRACE(golden["name"].get<std::string>());
-    const double greedy_s = predict_step(greedy(input)).blocks_s();
+    const double greedy_s = predict_micro_batch(greedy(input)).blocks_s();
     for (const int64_t effort : {Effort::kLow, Effort::kDefault}) {
-      const Plan plan = balanced(input, {.moves = effort});
+      const MicroBatchPlan plan = balanced(input, {.moves = effort});
       plan.validate();
-      EXPECT_LE(predict_step(plan).blocks_s(), greedy_s);
-      num_better += predict_step(plan).blocks_s() < 0.999 * greedy_s;
+      EXPECT_LE(predict_micro_batch(plan).blocks_s(), greedy_s);
+      num_better += predict_micro_batch(plan).blocks_s() < 0.999 * greedy_s;
     }
   }
   EXPECT_GE(num_better, 15);

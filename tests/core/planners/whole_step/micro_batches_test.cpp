@@ -19,15 +19,15 @@
 namespace knapformer {
 namespace {
 
-StepPlan as_given(const StepInput& input, std::string_view solver, Effort effort = {}) {
+Plan as_given(const StepInput& input, std::string_view solver, Effort effort = {}) {
   std::vector<int32_t> micro_batches = micro_batches_as_given(input.sequences.seq_lens, input.num_micro_batches);
-  std::vector<Plan> plans;
+  std::vector<MicroBatchPlan> plans;
   for (PlanInput& part : micro_batch_inputs(input, micro_batches))
-    plans.push_back(make_plan(std::move(part), solver, effort));
-  return StepPlan(input, std::move(micro_batches), std::move(plans));
+    plans.push_back(plan_micro_batch(std::move(part), solver, effort));
+  return Plan(input, std::move(micro_batches), std::move(plans));
 }
 
-double time_s(const StepPlan& plan) { return predict_accumulated(plan).total_s; }
+double time_s(const Plan& plan) { return predict_step(plan).total_s; }
 
 StepInput random_step(Cases& cases, int i) {
   StepInput input{.sequences = cases.input(i % 2 == 0, i % 3 == 0 ? 3000 : 60),
@@ -52,7 +52,7 @@ TEST(MicroBatches, PromisesHoldOnRandomSteps) {
     if (input.num_micro_batches == 1) input.sync = StepSync::kMicroBatch;  // it makes no difference
     const std::string_view solver = i % 2 == 1 && i % 8 == 1 ? "greedy" : "balanced";
     const Effort effort{.moves = i % 3 == 1 ? Effort::kLow : Effort::kDefault};
-    const StepPlan plan = plan_step(input, solver, effort);
+    const Plan plan = plan_step(input, solver, effort);
     plan.validate();
     EXPECT_EQ(plan.input(), input);
     EXPECT_LE(time_s(plan), time_s(as_given(input, solver, effort)) * (1 + 1e-9)) << i;
@@ -78,7 +78,7 @@ TEST(MicroBatches, EqualLengthsThatRanksDoNotDivideArePlannedSoon) {
     for (int32_t i = 0; i < num_sequences; ++i) lists[i % num_ranks].push_back(4096);
     const StepInput input{.sequences = lengths_in(lists, text("g1n", num_ranks), 1024), .num_micro_batches = 1};
     for (const auto moves : {Effort::kLow, Effort::kDefault}) {
-      const StepPlan plan = plan_step(input, "balanced", Effort{.moves = moves});
+      const Plan plan = plan_step(input, "balanced", Effort{.moves = moves});
       EXPECT_EQ(plan.max_tokens(), (num_sequences / num_ranks + 1) * 4096);
     }
   }
@@ -196,7 +196,7 @@ TEST_P(StepGoals, AreReachedOnTheMean) {
   double loss = 0, low = 0, exchanged_fraction = 0;
   for (uint64_t seed = 0; seed < kSeeds; ++seed) {
     const StepInput input = step_of_mix(goal.mix, seed, goal.gamma, goal.num_micro_batches);
-    const StepPlan plan = plan_step(input, "balanced");
+    const Plan plan = plan_step(input, "balanced");
     loss += strict_loss(plan.plans()) / kSeeds;
     exchanged_fraction += plan.exchanged_fraction() / kSeeds;
     low += strict_loss(plan_step(input, "balanced", {.moves = Effort::kLow}).plans()) / kSeeds;
@@ -238,7 +238,7 @@ TEST(MicroBatches, OnTheDefaultClusterStepsAreNearTheIdeal) {
       input.sequences.cluster = {};
       input.sequences.model = {.routed = false};
       const auto over = [&](Effort effort) {
-        const AccumulatedTime time = predict_accumulated(plan_step(input, "balanced", effort));
+        const AccumulatedTime time = predict_step(plan_step(input, "balanced", effort));
         return time.total_s / time.ideal_s / 6;
       };
       over_ideal += over({});
@@ -253,10 +253,10 @@ TEST(MicroBatches, RanksThatWaitOnceNeedNoEvenMicroBatches) {
   for (const char* mix : {"mixed", "joint"}) {
     StepInput input = step_of_mix(mix, 0, 0.41, 4);
     input.sync = StepSync::kStep;
-    const StepPlan plan = plan_step(input, "balanced");
+    const Plan plan = plan_step(input, "balanced");
     plan.validate();
     std::vector<double> work(32);
-    for (const Plan& part : plan.plans()) {
+    for (const MicroBatchPlan& part : plan.plans()) {
       EXPECT_GT(part.num_sequences(), 0);
       for (size_t r = 0; r < work.size(); ++r) work[r] += part.workload_after()[r];
     }
@@ -275,7 +275,7 @@ TEST(MicroBatches, ALimitOfTwiceTheMeanCostsLittle) {
     input.sequences.model = {.routed = false};
     const auto lens = input.sequences.seq_lens.lens();
     input.sequences.max_tokens_per_rank = 2 * std::accumulate(lens.begin(), lens.end(), int64_t{0}) / 32 / 4;
-    const AccumulatedTime time = predict_accumulated(plan_step(input, "balanced", {.moves = Effort::kLow}));
+    const AccumulatedTime time = predict_step(plan_step(input, "balanced", {.moves = Effort::kLow}));
     over_ideal += time.total_s / time.ideal_s / 4;
   }
   EXPECT_LE(over_ideal, 1.022);
@@ -290,7 +290,7 @@ TEST(MicroBatches, KeepsALimitOfTokensInEach) {
       const double mean = static_cast<double>(std::accumulate(lens.begin(), lens.end(), int64_t{0})) / 32 / 4;
       for (const double room : {3.0, 1.5, 1.1}) {
         input.sequences.max_tokens_per_rank = static_cast<int64_t>(room * mean);
-        const StepPlan plan = plan_step(input, "balanced");
+        const Plan plan = plan_step(input, "balanced");
         plan.validate();
         EXPECT_LE(plan.max_tokens(), input.sequences.max_tokens_per_rank);
         EXPECT_LE(time_s(plan), lower_bound_s(input) * (room > 2 ? 1.08 : 1.2)) << mix << ' ' << room;
@@ -313,7 +313,7 @@ TEST(MicroBatches, SharedSequencesGoIntoAnyMicroBatchToKeepALimit) {
   lens[0] = lens[1] = {60'000, 2048};
   for (const char* topology : {"g8/4/2/1n1", "g8n1"}) {
     for (const int32_t count : {2, 4, 64}) {
-      const StepPlan plan = plan_step(default_step(lens, topology, count, 12'000), "balanced");
+      const Plan plan = plan_step(default_step(lens, topology, count, 12'000), "balanced");
       plan.validate();
       EXPECT_LE(plan.max_tokens(), 12'000);
     }
@@ -338,10 +338,10 @@ TEST(MicroBatches, NothingIsRefusedThatFitsOneByOne) {
     input.num_micro_batches = static_cast<int32_t>(std::ssize(lens) + cases.integer(0, 1));
     input.sequences.max_tokens_per_rank = lowest + (i % 3 == 0 ? cases.integer(0, lowest) : 0);
     const Effort effort{.moves = i % 12 == 1 ? Effort::kDefault : Effort::kLow};
-    const StepPlan plan = plan_step(input, "balanced", effort);
+    const Plan plan = plan_step(input, "balanced", effort);
     plan.validate();
     EXPECT_LE(plan.max_tokens(), input.sequences.max_tokens_per_rank) << i;
-    const StepPlan fewest = plan_fewest_micro_batches(input, "balanced", effort);
+    const Plan fewest = plan_fewest_micro_batches(input, "balanced", effort);
     EXPECT_LE(fewest.max_tokens(), input.sequences.max_tokens_per_rank) << i;
     EXPECT_LE(fewest.num_micro_batches(), std::ssize(lens)) << i;
     if (fewest.num_micro_batches() == 1) continue;
@@ -399,7 +399,7 @@ TEST(MicroBatches, TheFewestKeepTheLimit) {
   StepInput input = step_of_mix("mixed", 2, 0.41, 4);
   EXPECT_THROW(plan_fewest_micro_batches(input, "balanced"), ArgumentError);  // without a limit
   input.sequences.max_tokens_per_rank = 20'000;
-  const StepPlan plan = plan_fewest_micro_batches(input, "balanced");
+  const Plan plan = plan_fewest_micro_batches(input, "balanced");
   const int64_t tokens = plan.num_tokens();
   EXPECT_LE(plan.max_tokens(), 20'000);
   EXPECT_EQ(plan.num_micro_batches(), (tokens + 32 * 20'000 - 1) / (32 * 20'000));
@@ -411,8 +411,8 @@ TEST(MicroBatches, EveryRankIsFilledWhereThereAreSequences) {
   Cases cases(8);
   for (int i = 0; i < 60; ++i) {
     const StepInput input = random_step(cases, i);
-    const StepPlan plan = plan_step(input, "balanced", {.moves = Effort::kLow});
-    const StepPlan filled = fill_ranks(plan);
+    const Plan plan = plan_step(input, "balanced", {.moves = Effort::kLow});
+    const Plan filled = fill_ranks(plan);
     filled.validate();
     EXPECT_EQ(fill_ranks(filled), filled) << i;
     EXPECT_LE(filled.max_tokens(), plan.max_tokens()) << i;
@@ -435,7 +435,7 @@ TEST(MicroBatches, EveryRankIsFilledWhereThereAreSequences) {
 
 TEST(MicroBatches, AsManySequencesAsRanksMakeOneEach) {
   const StepInput input = default_step({{900, 20}, {500, 10}, {500, 30}, {400, 40}}, "g1n4", 2);
-  const StepPlan filled = fill_ranks(plan_step(input, "balanced"));
+  const Plan filled = fill_ranks(plan_step(input, "balanced"));
   for (int32_t k = 0; k < 2; ++k) {
     for (int32_t r = 0; r < 4; ++r) EXPECT_EQ(filled.chunks_on(Rank(r), k).size(), 1);
   }
@@ -448,8 +448,8 @@ TEST(MicroBatches, SharedSequencesFillMicroBatchesToo) {
       for (int64_t s = 0; s < 48; ++s) lens[s % 4].push_back(100 + 37 * s);
       StepInput input = default_step(lens, topology, 3);
       input.sync = sync;
-      const StepPlan plan = plan_step(input, "balanced");
-      const StepPlan filled = fill_ranks(plan);
+      const Plan plan = plan_step(input, "balanced");
+      const Plan filled = fill_ranks(plan);
       filled.validate();
       EXPECT_LE(filled.max_tokens(), plan.max_tokens());
       for (int32_t k = 0; k < 3; ++k) {
@@ -463,7 +463,7 @@ TEST(MicroBatches, MoreMicroBatchesThanSequences) {
   for (const StepSync sync : {StepSync::kMicroBatch, StepSync::kStep}) {
     StepInput input = default_step({{100, 200}, {}, {300}, {}}, "g2/1n2", 9);
     input.sync = sync;
-    const StepPlan plan = plan_step(input, "balanced");
+    const Plan plan = plan_step(input, "balanced");
     plan.validate();
     EXPECT_EQ(plan.plans().size(), 9);
     input.sequences.seq_lens = SequenceLengths::from_lists({{}, {}, {}, {}});

@@ -1,0 +1,186 @@
+#include "knapformer/core/plan/plan_input.h"
+
+#include <algorithm>
+#include <bit>
+
+#include "knapformer/core/util/error.h"
+#include "knapformer/core/util/sort.h"
+
+namespace knapformer {
+namespace {
+
+// The attention part of a given work is counted in (query, key) pairs of gamma * 4 d FLOPs each. With a smaller gamma
+// the number of pairs would leave the range of a double.
+constexpr double kMinGammaOfGivenWork = 1e-6;
+
+}  // namespace
+
+void PlanInput::give_work(std::vector<double> work) {
+  token_part = max_token_part(work);
+  given_work = std::move(work);
+}
+
+double PlanInput::max_token_part(std::span<const double> work) const {
+  if (work.size() != static_cast<size_t>(seq_lens.num_sequences())) {
+    throw_argument("work", text(work.size(), " numbers"),
+                   text("one for each of the ", seq_lens.num_sequences(), " sequences"));
+  }
+  if (workload.gamma < kMinGammaOfGivenWork)
+    throw_argument("gamma", workload.gamma, text("at least ", kMinGammaOfGivenWork, " where work is given"));
+  double part = 1;
+  for (size_t s = 0; s < work.size(); ++s) {
+    if (!(work[s] >= 1 / kMaxMagnitude && work[s] <= kMaxMagnitude)) {
+      throw_argument("work", text(work[s], " for sequence ", s),
+                     text("a positive finite number, from ", 1 / kMaxMagnitude, " to ", kMaxMagnitude));
+    }
+    part = std::min(part, work[s] / workload.token_work(seq_lens[SequenceId(s)], d_model));
+  }
+  return part;
+}
+
+double PlanInput::given_pairs_of(SequenceId id) const {
+  const double whole = given_work[id.index()];
+  // The difference below would round.
+  if (token_part == 1 && whole == formula_work(id)) return mask_pairs_of(id);
+  return std::max(0.0, whole - token_work(seq_lens[id])) / workload.attention_work_of_pairs(1, d_model);
+}
+
+void PlanInput::validate() const {
+  if (topology.num_ranks() < 1) throw_argument("topology", "none", "one of at least one rank");
+  if (seq_lens.num_ranks() != topology.num_ranks()) {
+    throw_argument("seq_lens", text("lengths for ", seq_lens.num_ranks(), " ranks"),
+                   text("one list for each of the ", topology.num_ranks(), " ranks of topology ", topology.str()));
+  }
+  constexpr int64_t kMaxWidth = 1 << 24;
+  if (d_model < 1 || d_model > kMaxWidth) throw_argument("d_model", d_model, text("a width of 1 to ", kMaxWidth));
+  workload.validate();
+  cluster.validate();
+  model.validate();
+  if (!attention_pairs.empty() && attention_pairs.size() != static_cast<size_t>(seq_lens.num_sequences())) {
+    throw_argument("attention_pairs", text(attention_pairs.size(), " counts"),
+                   text("none, or one for each of the ", seq_lens.num_sequences(), " sequences"));
+  }
+  if (!masks.empty() && masks.size() != attention_pairs.size()) {
+    throw_argument("masks", text(masks.size(), " masks"),
+                   text("one for each of the ", attention_pairs.size(), " counts of pairs"));
+  }
+  for (size_t s = 0; s < attention_pairs.size(); ++s) {
+    const int64_t length = seq_lens[SequenceId(s)];
+    if (attention_pairs[s] < 0 || attention_pairs[s] > length * length) {
+      throw_argument("attention_pairs", text(attention_pairs[s], " for sequence ", s),
+                     text("0 to ", length, "^2 pairs"));
+    }
+  }
+  if (!rank_speed.empty() && rank_speed.size() != static_cast<size_t>(seq_lens.num_ranks())) {
+    throw_argument("rank_speed", text(rank_speed.size(), " speeds"),
+                   text("none, or one for each of the ", seq_lens.num_ranks(), " ranks"));
+  }
+  constexpr double kMaxSpeed = 1e18;
+  double slowest = kMaxSpeed, fastest = 0;
+  for (size_t r = 0; r < rank_speed.size(); ++r) {
+    if (!(rank_speed[r] >= 1 / kMaxSpeed && rank_speed[r] <= kMaxSpeed)) {
+      throw_argument("rank_speed", text(rank_speed[r], " for rank ", r),
+                     text("a positive finite number, from ", 1 / kMaxSpeed, " to ", kMaxSpeed));
+    }
+    slowest = std::min(slowest, rank_speed[r]);
+    fastest = std::max(fastest, rank_speed[r]);
+  }
+  if (fastest > slowest * kMaxSpeedRatio) {
+    throw_argument("rank_speed", text("speeds from ", slowest, " to ", fastest),
+                   text("the fastest at most ", kMaxSpeedRatio, " times the slowest"));
+  }
+  if (!given_work.empty()) {
+    // token_part is lower than this input allows if another micro-batch of the step allows no more.
+    check_range("token_part", token_part, 0, max_token_part(given_work));
+  } else {
+    check_range("token_part", token_part, 0, 1);
+  }
+  for (const QueryCut& cut : query_cuts) {
+    if (cut.degree < 1 || cut.num_parts < 1 || cut.degree % cut.num_parts != 0) {
+      throw_argument("query_cuts", text(cut.num_parts, " parts for ", cut.degree, " ranks"), "a divisor of the ranks");
+    }
+    const bool may_stage = cut.num_parts > 1 && masks.empty();
+    if (cut.num_stages < 1 || cut.num_stages > (may_stage ? QueryCut::kMaxStages : 1)) {
+      throw_argument("query_cuts", text(cut.num_stages, " stages of ", cut.num_parts, " parts"),
+                     text("1, or up to ", QueryCut::kMaxStages, " where queries are cut of full attention"));
+    }
+  }
+  if (max_tokens_per_rank < 0)
+    throw_argument("max_tokens_per_rank", max_tokens_per_rank, "at least 1, or 0 for no limit");
+}
+
+void PlanInput::give_masks(std::vector<Mask> of_sequences) {
+  const bool all_full =
+      std::ranges::all_of(of_sequences, [](const Mask& mask) { return mask.kind == Mask::Kind::kFull; });
+  attention_pairs.clear();
+  masks = all_full ? std::vector<Mask>() : std::move(of_sequences);
+  for (size_t s = 0; s < masks.size(); ++s) attention_pairs.push_back(masks[s].pairs(seq_lens.lens()[s]));
+}
+
+void PlanInput::give_mask(const Mask& of_all) {
+  give_masks(of_all.kind == Mask::Kind::kFull ? std::vector<Mask>() : std::vector(seq_lens.lens().size(), of_all));
+}
+
+PlanInput PlanInput::without_sequences() const {
+  PlanInput settings = *this;
+  settings.seq_lens = {};
+  settings.attention_pairs.clear();
+  settings.masks.clear();
+  settings.given_work.clear();
+  return settings;
+}
+
+void PlanInput::append_given(const PlanInput& from, SequenceId id) {
+  const auto append = [&](auto PlanInput::*list) {
+    if (!(from.*list).empty()) (this->*list).push_back((from.*list)[id.index()]);
+  };
+  append(&PlanInput::attention_pairs);
+  append(&PlanInput::masks);
+  append(&PlanInput::given_work);
+}
+
+std::optional<Mask> PlanInput::mask_of(SequenceId id) const {
+  if (!masks.empty()) return masks[id.index()];
+  return attention_pairs.empty() ? std::optional(Mask()) : std::nullopt;
+}
+
+std::optional<Mask> PlanInput::common_mask() const {
+  if (masks.empty()) return mask_of(SequenceId(0));
+  const bool is_common = std::ranges::all_of(masks, [&](const Mask& mask) { return mask == masks[0]; });
+  return is_common ? std::optional(masks[0]) : std::nullopt;
+}
+
+PlanInput::GroupSpeed PlanInput::group_speed(Rank first, int32_t num_ranks) const {
+  GroupSpeed speed{.sum = 0, .slowest = speed_of(first)};
+  for (int32_t r = first.value; r < first.value + num_ranks; ++r) {
+    speed.sum += speed_of(Rank(r));
+    speed.slowest = std::min(speed.slowest, speed_of(Rank(r)));
+  }
+  return speed;
+}
+
+std::pair<SequenceId, SequenceId> PlanInput::sequences_of(int32_t replica) const {
+  const int32_t num_ranks = topology.num_ranks_per_replica();
+  return {seq_lens.first_of(Rank(replica * num_ranks)), seq_lens.last_of(Rank((replica + 1) * num_ranks - 1))};
+}
+
+std::vector<SequenceId> PlanInput::by_descending_work(int32_t replica) const {
+  const auto [first, last] = sequences_of(replica);
+  // With full attention a longer sequence has more work, so the key is the length, which has fewer digits to sort by.
+  // The bits of a double >= 0 sort as its value does. Keys are inverted, so that the most work comes first.
+  const bool is_full = attention_pairs.empty() && given_work.empty();
+  std::vector<KeyedIndex> order;
+  order.reserve(last.index() - first.index());
+  for (int32_t s = first.value; s < last.value; ++s) {
+    const SequenceId id(s);
+    order.push_back(
+        {.key = ~(is_full ? static_cast<uint64_t>(seq_lens[id]) : std::bit_cast<uint64_t>(work(id))), .index = s});
+  }
+  sort_by_key(order);
+  std::vector<SequenceId> ids;
+  ids.reserve(order.size());
+  for (const KeyedIndex& ranked : order) ids.push_back(SequenceId(ranked.index));
+  return ids;
+}
+
+}  // namespace knapformer
