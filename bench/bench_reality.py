@@ -40,7 +40,7 @@ WAYS = ("buckets", "time_budget", f"static_{NUM_RANKS}")
 NUM_LENGTHS = 400
 DIFFERENT = 0.05
 # Tokens of calibrated lengths: from the shortest to beyond the longest of the traces.
-CALIBRATED = "32,64,...,2048"
+CALIBRATED = "32,64,128,256,512,1024,2048"
 
 
 def _of_mix(name: str, scale: float, max_tokens: int) -> Callable[[random.Random], list[int]]:

@@ -27,7 +27,8 @@ from typing import Any
 from bench_solvers import WORKLOADS, even
 from driver import parser_of, write_results
 from knapformer.tools.doctor.alternatives import alternatives, gain, ranked, sharing, simulate
-from knapformer.tools.ways import Draw, Lengths, Planning, micro_batches_of_step
+from knapformer.tools.lengths import Lengths, micro_batches_of_step
+from knapformer.tools.ways import Draw, Planning
 
 import knapformer
 

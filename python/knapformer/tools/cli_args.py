@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from knapformer import ArgumentError, Calibration, Cluster, DataMix, Sample, TrainedModel, solver_names
+from knapformer import ArgumentError, Calibration, Cluster, DataMix, TrainedModel, solver_names
 from knapformer._core import DEFAULT_GAMMA, MASK_FORMS
 from knapformer.installed_torch import torch_problem
 from knapformer.json_file import read_json
 from knapformer.tools.launch import speaks
-from knapformer.tools.sample_files import steps_of
-from knapformer.tools.ways import Lengths, Planning, batches_of_mix, micro_batches_of_step
+from knapformer.tools.lengths import Lengths
+from knapformer.tools.ways import Planning
 
 if TYPE_CHECKING:
     import torch
@@ -50,27 +50,12 @@ def number(low: float = 0, inclusive: bool = False) -> Callable[[str], float]:
     return _bounded(float, fits, f"a finite number {'>=' if inclusive else '>'} {low:g}")
 
 
-def counts(text: str, argument: str, high: int) -> list[int]:
-    """'32,128,...,2048' is 32, 128, 512, 2048: dots go on by the ratio of the two before, up to the last count.
+def counts(high: int) -> Callable[[str], list[int]]:
+    def parse(text: str) -> list[int]:
+        return list(map(int, text.split(",")))
 
-    Raises ArgumentError, naming `argument`.
-    """
-    try:
-        first, dots, last = text.partition(",...,")
-        values = list(map(int, first.split(",")))
-        if dots:
-            (ratio, rest), end = divmod(values[-1], values[-2]), int(last)
-            if ratio < 2 or rest or end <= values[-1]:
-                raise ValueError
-            while values[-1] * ratio < end:
-                values.append(values[-1] * ratio)
-            values.append(end)
-        if not all(1 <= value <= high for value in values):
-            raise ValueError
-    except (ValueError, ArithmeticError, IndexError):
-        expected = f"counts from 1 to {high}, such as 32,128,...,2048, where dots go on by a whole factor"
-        raise ArgumentError(f"{argument}: got {text!r}, expected {expected}") from None
-    return values
+    expected = f"counts from 1 to {high}, such as 32,128,512"
+    return _bounded(parse, lambda values: all(1 <= value <= high for value in values), expected)
 
 
 def _effort(text: str) -> int | str:
@@ -190,34 +175,6 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     modes = ("training", "lora", "inference")
     add(group, "--mode", choices=modes, help="what a step computes (default training)")
     add(group, "--no-checkpoint", default=None)
-
-
-def mix_and_ranks(args: argparse.Namespace, num_ranks: int | None = None) -> tuple[DataMix, int]:
-    """--data, and the ranks that draw it: num_ranks, else --ranks, else those of the mix. Raises ArgumentError."""
-    mix = DataMix.parse(args.data, resolution_scale=args.scale, max_text_tokens=args.max_text_tokens)
-    num_ranks = num_ranks or args.ranks or mix.num_ranks
-    mix.check_divides(num_ranks)
-    return mix, num_ranks
-
-
-def batches_of(
-    args: argparse.Namespace, num_ranks: int | None = None, tokens: Callable[[Sample], int] | None = None
-) -> list[list[Lengths]]:
-    """What --data or --lengths gives the ranks in --steps steps of --micro-batches: [step][micro-batch][rank].
-
-    num_ranks, tokens: as in mix_and_ranks and batches_of_mix. Raises ArgumentError, OSError.
-    """
-    micro_batches = args.micro_batches or 1
-    if args.lengths is None:
-        mix, num_ranks = mix_and_ranks(args, num_ranks)
-        return batches_of_mix(mix, args.seed, range(args.steps), micro_batches, num_ranks, tokens)
-    refuse(args, DRAW, "--lengths")
-    steps = steps_of(args.lengths)
-    if args.ranks is not None and str(args.ranks) != str(len(steps[0])):
-        raise ArgumentError(f"--ranks: got {args.ranks!r}, expected {len(steps[0])}, as --lengths has, or none")
-    if args.steps > len(steps):
-        raise ArgumentError(f"--steps: got {args.steps}, expected at most {len(steps)}: --lengths has {len(steps)}")
-    return [micro_batches_of_step(step, micro_batches) for step in steps[: args.steps]]
 
 
 def check_torch() -> None:

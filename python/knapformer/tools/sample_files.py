@@ -13,7 +13,6 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
@@ -22,8 +21,8 @@ from knapformer import ArgumentError
 from knapformer._core import MAX_SEQUENCE_TOKENS
 from knapformer.json_file import parse_json
 from knapformer.lengths_log import read_log
+from knapformer.tools.lengths import MaskedLength, has_masks
 from knapformer.tools.presets import DEFAULT_PRESET, PRESETS, Preset
-from knapformer.tools.ways import MaskedLength, has_masks
 
 FORMATS = ("json", "jsonl", "ndjson", "txt", "csv", "tsv", "parquet")
 _BATCH_ROWS = 1 << 16
@@ -159,18 +158,17 @@ def read_samples(path: str, preset: Preset | None, columns: Mapping[str, str] | 
             known[names] = Columns(names, preset, columns or {})
         return known[names].tokens(value)
 
-    with ExitStack() as stack:
-        for number, value in enumerate(_rows_of(path, columns or {}, stack), 1):
-            samples.num_rows = number
-            try:
-                if isinstance(value, list):
-                    samples.steps.append(_step(value, samples, length_of))
-                    samples.lengths += itertools.chain.from_iterable(samples.steps[-1])
-                else:
-                    samples.lengths.append(length_of(value))
-            except BadRowError as error:
-                samples.bad_rows += 1
-                samples.first_bad = samples.first_bad or f"row {number}: {error}"
+    for number, value in enumerate(_rows_of(path, columns or {}), 1):
+        samples.num_rows = number
+        try:
+            if isinstance(value, list):
+                samples.steps.append(_step(value, samples, length_of))
+                samples.lengths += itertools.chain.from_iterable(samples.steps[-1])
+            else:
+                samples.lengths.append(length_of(value))
+        except BadRowError as error:
+            samples.bad_rows += 1
+            samples.first_bad = samples.first_bad or f"row {number}: {error}"
     if not samples.lengths and not samples.steps:
         raise ArgumentError(f"{path}: got no sample, expected at least one. {samples.left_out()}")
     if samples.steps:
@@ -214,26 +212,28 @@ def lengths_of(path: str) -> Sequence[int]:
     return lengths
 
 
-def steps_of(path: str) -> list[list[list[int]]]:
-    """The batches of a file that has them as they were drawn, [step][rank]. Raises ArgumentError, OSError."""
+def read_batches(path: str) -> Samples:
+    """Of a file that has batches as they were drawn. Raises ArgumentError, OSError."""
     samples = _all_of(path)
     if not samples.steps or sum(len(lens) for step in samples.steps for lens in step) != len(samples.lengths):
         raise ArgumentError(
-            f"--lengths: {path}: got lengths without ranks, expected a list for each rank, or a list of such steps"
+            f"--lengths: {path}: got lengths without ranks, expected a list for each rank, or a list of such batches"
         )
-    return samples.steps
+    return samples
 
 
-def _rows_of(path: str, columns: Mapping[str, str], stack: ExitStack) -> Iterator[Any]:
+def _rows_of(path: str, columns: Mapping[str, str]) -> Iterator[Any]:
     """Lengths, objects by column, or lists of lengths by rank."""
-    if Path(path).is_dir():
-        return read_log(path)
     kind = Path(path).suffix.lower().lstrip(".")
-    if kind not in FORMATS:
+    if Path(path).is_dir():
+        yield from read_log(path)
+    elif kind == "parquet":
+        yield from _parquet_rows(path, columns)
+    elif kind in FORMATS:
+        with open(path, encoding="utf-8-sig", errors="replace", newline="") as file:
+            yield from _text_rows(file, path, kind)
+    else:
         raise ArgumentError(f"LENGTHS: got {path!r}, expected a file that ends in .{', .'.join(FORMATS)}")
-    if kind == "parquet":
-        return _parquet_rows(path, columns)
-    return _text_rows(stack.enter_context(open(path, encoding="utf-8-sig", errors="replace", newline="")), path, kind)
 
 
 def _text_rows(file: TextIO, path: str, kind: str) -> Iterator[Any]:

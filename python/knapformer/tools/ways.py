@@ -10,51 +10,14 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import knapformer
-from knapformer import (
-    Cluster,
-    Cost,
-    DataMix,
-    Plan,
-    Sample,
-    StepTime,
-    TrainedModel,
-    WorkloadModel,
-    attention_pairs,
-    plan_home,
-    predict_step,
-)
-
-Lengths = list[list[int]]  # for each rank the lengths of its sequences, in tokens
-
-
-class MaskedLength(int):
-    """Tokens of a sample that has a mask of its own. It differs from equal lengths with other masks."""
-
-    mask: str
-
-    def __new__(cls, tokens: int, mask: str) -> MaskedLength:
-        """Raises ArgumentError for a text that is no mask of so many tokens."""
-        attention_pairs(mask, tokens)
-        length = super().__new__(cls, tokens)
-        length.mask = mask
-        return length
-
-    def __eq__(self, other: object) -> bool:
-        return int(self) == other and self.mask == getattr(other, "mask", None)
-
-    def __hash__(self) -> int:
-        return hash((int(self), self.mask))
-
-
-def has_masks(lengths: Iterable[Iterable[int]]) -> bool:
-    """Whether samples have masks of their own."""
-    return any(isinstance(length, MaskedLength) for lens in lengths for length in lens)
-
+from knapformer import Cluster, Cost, Plan, StepTime, TrainedModel, WorkloadModel, plan_home, predict_step
+from knapformer._core import head_shares
+from knapformer.tools.lengths import Lengths, MaskedLength, has_masks, lengths_of_step
 
 # Peak of a rank's accelerator by cluster name: dense bf16 without sparsity, TFLOP/s, from data sheets.
 PEAK_TFLOPS = {"h100": 989.0, "h200": 989.0, "published": 989.0, "h100-pcie": 756.0, "b200": 2250.0, "a100": 312.0}
@@ -62,41 +25,6 @@ PEAK_TFLOPS = {"h100": 989.0, "h200": 989.0, "published": 989.0, "h100-pcie": 75
 # Names of ways that are not those of a topology alone.
 NO_BALANCER = "no balancer"
 PLANNED_STEP = "step planned"  # all micro-batches at once, by ranks that load what they compute
-
-
-def batches_of_step(step: int, num_micro_batches: int) -> range:
-    """Which of a mix's batches a rank draws for the micro-batches of an optimizer step."""
-    return range(step * num_micro_batches, (step + 1) * num_micro_batches)
-
-
-def batches_of_mix(
-    mix: DataMix, seed: int, steps: range, micro_batches: int, num_ranks: int,
-    tokens: Callable[[Sample], int] | None = None,
-) -> list[list[Lengths]]:  # fmt: skip
-    """[step][micro-batch][rank]. tokens: of a sample, where a model has others than were drawn."""
-
-    def batch(number: int) -> Lengths:
-        if tokens is None:
-            return mix.draw_lengths(seed, number, num_ranks)
-        return [list(map(tokens, mix.draw(seed, number, rank))) for rank in range(num_ranks)]
-
-    return [list(map(batch, batches_of_step(step, micro_batches))) for step in steps]
-
-
-def lengths_of_step(batches: Iterable[Lengths]) -> Lengths:
-    """For each rank the lengths of all micro-batches, one batch after another."""
-    return [[length for lens in of_rank for length in lens] for of_rank in zip(*batches, strict=True)]
-
-
-def micro_batches_of_step(lengths: Lengths, count: int) -> list[Lengths]:
-    """[micro-batch][rank]: each rank's sequences of a step, cut into consecutive parts of nearly equal numbers, the
-    larger parts first: the given order with which a whole-step plan compares."""
-
-    def cut(lens: Sequence[int], part: int) -> int:
-        size, num_larger = divmod(len(lens), count)
-        return part * size + min(part, num_larger)
-
-    return [[list(lens[cut(lens, k) : cut(lens, k + 1)]) for lens in lengths] for k in range(count)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +98,11 @@ class Step:
     plan_s: float = 0.0
     whole: Plan | None = None  # which `plans` are of
     times: Sequence[StepTime] | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """Of the step, if it is planned whole; else of its first micro-batch."""
+        return self.whole or self.plans[0]
 
     @property
     def max_tokens(self) -> int:
@@ -260,6 +193,32 @@ def usual_ways(draw: Draw, topologies: Iterable[str], whole: bool) -> dict[str, 
             name = f"{PLANNED_STEP}, {topology}"
             found[name] = list(planned_whole(topology, routed=False, beside=found[topology])(draw))
     return found
+
+
+def heads_text(draw: Draw, plan: Plan) -> str:
+    """By which parts ranks share sequences of this many heads, and what that costs; '' where none are shared, or the
+    heads are not known. plan: of the draw's first step."""
+    model = plan.model
+    degrees = sorted(set(plan.degree_of_sequence) - {1}, reverse=True)
+    if model.num_heads == 0 or not degrees:
+        return ""
+    cuts = []
+    for degree in degrees:
+        of_queries = plan.query_parts.get(degree, 1)
+        shares = head_shares(model.num_heads, model.num_kv_heads or model.num_heads, degree // of_queries)
+        more = max(heads for heads, _ in shares) * len(shares) / model.num_heads - 1
+        cut = ((len(shares), "heads"), (of_queries, "queries"))
+        parts = " x ".join(f"{count} parts of its {what}" for count, what in cut if count > 1)
+        uneven = f" (the busiest of them computes {more:.0%} more attention than the mean)" if more else ""
+        cuts.append(f"{degree} ranks share a sequence by {parts}{uneven}")
+    even = replace(draw.planning, model=model.replace(num_heads=0, num_kv_heads=0))
+    way = planned_whole(str(plan.topology), routed=model.routed)
+    step = next(way(replace(draw, planning=even, batches=draw.batches[:1])))
+    ratio = plan.predicted_time / math.fsum(of.predicted_time for of in step.plans)
+    return (
+        f"With {model.num_heads} heads, {', '.join(cuts)}. The step takes {ratio:.3f} times as long as with heads that "
+        "divide evenly."
+    )
 
 
 def means(steps: Sequence[Step], peak_tflops: float | None) -> dict[str, Any]:

@@ -14,9 +14,10 @@ from knapformer.tools.cli import _parser, main
 from knapformer.tools.cli_args import settings_dict
 from knapformer.tools.doctor.alternatives import alternatives, gain, ranked, sharing, simulate, static_sharing
 from knapformer.tools.doctor.memory import MemoryModel
-from knapformer.tools.doctor.source import Source
+from knapformer.tools.draws import Source
+from knapformer.tools.lengths import micro_batches_of_step
 from knapformer.tools.presets import PRESETS
-from knapformer.tools.ways import Draw, Planning, Step, micro_batches_of_step
+from knapformer.tools.ways import Draw, Planning, Step
 
 import knapformer as kf
 from knapformer import Cluster, TrainedModel
@@ -359,6 +360,7 @@ def test_the_verdict_speaks_to_somebody_who_has_read_nothing_else(tmp_path, caps
     text = printed(capsys, "--data", "mixed", "--steps", 3)
     advice = "Take the balancer in the model, with long samples shared by up to 4 ranks: training flux on 32 ranks is"
     assert text.startswith(f"{advice} then 2.")
+    assert "With 24 heads, 4 ranks share a sequence by 4 parts of its heads, 2 ranks" in text
     code = 'knapformer.balance(transformer, knapformer.SequenceBalancer("g4/2/1n8", max_tokens_per_rank=144045))'
     model = "diffusers' FluxTransformer2DModel"
     assert f"What to change: {code}, where transformer is {model}; then call it with a list of samples. " in text
@@ -390,7 +392,7 @@ def test_what_the_steps_leave_open_is_not_called_worthless(tmp_path, capsys):
 def test_the_work_is_bounded(tmp_path, batch_size, num_steps):
     path = file_of(tmp_path / "l.csv", "length\n40\n7\n64\n")
     given = ["doctor", str(path), "--batch-size", str(batch_size), "--micro-batches", "4", "--ranks", "128"]
-    source = Source(_parser().parse_args(given), PRESETS["flux"])
+    source = Source(_parser().parse_args(given), 128, PRESETS["flux"])
     assert len(source.batches(4)) == num_steps
 
 

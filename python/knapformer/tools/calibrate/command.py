@@ -23,8 +23,8 @@ def add_parser(subparsers: Any) -> None:
     )  # fmt: skip
     add(parser, "--model")
     add(
-        parser, "--lengths", metavar="N,N,...",
-        help="tokens, such as 256,512,...,16384 (default: 7 lengths, by the model's width)",
+        parser, "--lengths", type=cli_args.counts(1 << 24), metavar="N,N,...",
+        help="tokens, such as 256,1024,4096 (default: 7 lengths, by the model's width)",
     )  # fmt: skip
     add(parser, "--mask", default=None, help="that attention has where gamma is fitted (default: the model's)")
     ranks = "local ranks to start: with 2 or more the all-to-all between them is measured too (default 1)"
@@ -42,7 +42,9 @@ def run(args: argparse.Namespace) -> None:
 
     num_ranks = check_ranks(args.ranks) if args.ranks is not None or started_ranks() is not None else 1
     config = load_config(args.model)
-    lengths = _lengths(args.lengths, config.d_model)
+    lengths = args.lengths or _usual_lengths(config.d_model)
+    if len(set(lengths)) < 2:
+        raise ArgumentError(f"--lengths: got {len(set(lengths))} lengths, expected at least 2 distinct ones")
     for length in lengths if args.mask is not None else ():
         attention_pairs(args.mask, length)  # an error for a mask of another length
     if num_ranks > 1:
@@ -51,15 +53,8 @@ def run(args: argparse.Namespace) -> None:
         calibrate(args, config, lengths, use_device(args.device))
 
 
-def _lengths(given: str | None, d_model: int) -> list[int]:
-    """Of --lengths; by default in equal ratios, from where attention is a seventieth of the matrix products to where it
-    is nearly as much. Raises ArgumentError."""
-    if given is not None:
-        lengths = cli_args.counts(given, "--lengths", 1 << 24)
-    else:
-        low, high = (6 * d_model * share for share in _ATTENTION_SHARES)
-        ratio = (high / low) ** (1 / (_NUM_LENGTHS - 1))
-        lengths = [max(1, round(low * ratio**i)) for i in range(_NUM_LENGTHS)]
-    if len(set(lengths)) < 2:
-        raise ArgumentError(f"--lengths: got {len(set(lengths))} lengths, expected at least 2 distinct ones")
-    return lengths
+def _usual_lengths(d_model: int) -> list[int]:
+    """In equal ratios, from where attention is a seventieth of the matrix products to where it is nearly as much."""
+    low, high = (6 * d_model * share for share in _ATTENTION_SHARES)
+    ratio = (high / low) ** (1 / (_NUM_LENGTHS - 1))
+    return [max(1, round(low * ratio**i)) for i in range(_NUM_LENGTHS)]

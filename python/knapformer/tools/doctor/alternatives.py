@@ -15,17 +15,8 @@ from typing import Any
 
 from knapformer import ArgumentError, TopologyOption, attention_pairs, rank_topologies
 from knapformer._core import plan_home_bags
-from knapformer.tools.ways import (
-    Draw,
-    Lengths,
-    MaskedLength,
-    Step,
-    Way,
-    at_home,
-    lengths_of_step,
-    micro_batches_of_step,
-    planned_whole,
-)
+from knapformer.tools.lengths import Lengths, MaskedLength, lengths_of_step, micro_batches_of_step
+from knapformer.tools.ways import Draw, Step, Way, at_home, planned_whole
 
 _MAX_BUCKETS = 32
 # Of topologies: a larger sample changes their order by less than the predictions' error.

@@ -12,8 +12,8 @@ from knapformer.tools.cli_args import add
 from knapformer.tools.doctor.alternatives import Result, alternatives, baselines, ranked, sharing, simulate
 from knapformer.tools.doctor.findings import Findings
 from knapformer.tools.doctor.memory import DEVICE_GIB, MemoryModel
-from knapformer.tools.doctor.source import Source
 from knapformer.tools.doctor.verdict import decide
+from knapformer.tools.draws import Source
 from knapformer.tools.files import Progress, write_json
 from knapformer.tools.presets import DEFAULT_PRESET, PRESETS, Preset
 from knapformer.tools.sample_files import FORMATS, MEANINGS
@@ -84,7 +84,14 @@ def run(args: argparse.Namespace) -> int:
     planning = cli_args.planning(
         args, model=preset.trained_model(), own_fixed=True, d_model=args.d_model or preset.d_model, effort="low"
     )
-    source = Source(args, preset)
+    source = Source(args, args.ranks, preset, args.columns)
+    if source.is_drawn and args.batch_size is not None:
+        stating = args.lengths if args.data is None else "--data"
+        raise ArgumentError(
+            f"--batch-size: got {args.batch_size}, expected none: {stating} states what each rank draws"
+        )
+    if not source.pool:
+        raise ArgumentError(f"{args.lengths}: got no sample, expected at least one")
     num_ranks = source.num_ranks
     if args.now not in (of.key for of in baselines(num_ranks)):
         raise ArgumentError(f"--now: got {args.now}, expected an alternative that {num_ranks} ranks allow")

@@ -16,11 +16,12 @@ from knapformer._core import DEFAULT_GAMMA
 from knapformer.tools import cli_args
 from knapformer.tools.doctor.alternatives import MAX_BATCHES, Result, gain
 from knapformer.tools.doctor.memory import MemoryModel
-from knapformer.tools.doctor.source import Source
 from knapformer.tools.doctor.verdict import Verdict
+from knapformer.tools.draws import Source
 from knapformer.tools.files import cells_of, show, table_of
+from knapformer.tools.lengths import has_masks
 from knapformer.tools.presets import DEFAULT_PRESET, Preset
-from knapformer.tools.ways import Draw, has_masks
+from knapformer.tools.ways import Draw, heads_text
 
 _HEADINGS = ("step s", "speed", "hours", "wait", "GB", "GiB")
 _TOPOLOGY = {
@@ -136,7 +137,7 @@ class Findings:
         parts: list[Any] = [self.verdict_text]
         if verdict.is_worth_it:
             parts.append(f"What to change: {self._what_to_change()}")
-        parts += filter(None, ["" if source.samples.many_left_out else source.samples.left_out()])
+        parts += filter(None, [self._heads(), "" if source.samples.many_left_out else source.samples.left_out()])
         parts += [
             f"Samples: {source.description}, median {statistics.median(lens):,.0f} tokens, longest {max(lens):,}.",
             "",
@@ -206,6 +207,11 @@ class Findings:
         given = f" after balancer.plan_routing(seq_lens{', masks=masks' * masks})" if is_masked else ""
         calls = "route, attention(q, k, v)" if is_masked else "route, attention"
         return f"the model calls {calls} and reverse_route of balancer = {balancer}{given}.{whole}"
+
+    def _heads(self) -> str:
+        """Of the balancer that is taken, '' where none is."""
+        of = self.verdict.taken.alternative
+        return heads_text(self.draw, next(of.steps(self.draw)).plan) if of.topology else ""
 
     def _assumed(self) -> list[str]:
         source, draw, preset = self.source, self.draw, self.preset

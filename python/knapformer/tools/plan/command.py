@@ -8,24 +8,28 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from knapformer import ArgumentError, Cluster, DataMix, Plan, Topology
 from knapformer.tools import cli_args
 from knapformer.tools.cli_args import DRAW, add
+from knapformer.tools.draws import Source
 from knapformer.tools.files import cells_of, show, table_of, write, write_json
+from knapformer.tools.presets import PRESETS
 from knapformer.tools.ways import (
     NO_BALANCER,
     PEAK_TFLOPS,
     PLANNED_STEP,
     Draw,
+    Planning,
     Step,
-    by_micro_batch,
+    heads_text,
     means,
     planned_whole,
     usual_ways,
 )
 
+_D_MODEL = 3072
 Point = dict[str, Any]  # of a file of predictions: a topology on a number of ranks
 _KEYS = {"ranks": "num_ranks:,", "topology": "topology:"}
 _POINT = {
@@ -47,14 +51,18 @@ def add_parser(subparsers: Any) -> None:
         "together; auto: the best for these lengths; may be given several times",
     )  # fmt: skip
     add(
-        parser, "--ranks", type=str, metavar="N,N,...",
-        help="such as 32,128,...,16384; dots go on by the same factor (default: those of --data or --lengths)",
+        parser, "--ranks", type=cli_args.counts(cli_args.MAX_RANKS), default=[None], metavar="N,N,...",
+        help="such as 32,128,512 (default: those of --data or --lengths)",
     )  # fmt: skip
     add(parser, "--micro-batches")
     add(parser, "--steps", default=1, help="whose predicted times are averaged (default 1)")
     add(parser, *DRAW, "--solver", "--effort")
     cli_args.add_gamma(parser)
-    add(parser, "--d-model", default=3072, help="width, in features (default 3072)")
+    add(
+        parser, "--model", default=None, choices=PRESETS, metavar=None,
+        help="whose width, blocks and heads a step has (default: FLUX's width and blocks; heads as if even)",
+    )  # fmt: skip
+    add(parser, "--d-model", help="width, in features (default: the --model's, or 3072)")
     add(parser, "--mask", "--max-tokens-per-rank")
     cli_args.add_model_options(parser)
     add(parser, "--peak-tflops", help="of a rank's device, for HFU (default: the data sheet's of a named --cluster)")
@@ -69,11 +77,10 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     if args.topology is None:
         raise ArgumentError("--topology: got none, expected bags of ranks such as g8n4, or auto")
-    planning = cli_args.planning(args)
-    ranks = [None] if args.ranks is None else cli_args.counts(args.ranks, "--ranks", cli_args.MAX_RANKS)
+    planning = _planning(args)
     draws = [
-        Draw(planning, cli_args.batches_of(args, num_ranks), seed=args.seed, max_tokens=args.max_tokens_per_rank)
-        for num_ranks in ranks
+        Draw(planning, Source(args, asked).batches(args.micro_batches or 1), max_tokens=args.max_tokens_per_rank)
+        for asked in args.ranks
     ]
     for draw in draws:
         for topology in args.topology:
@@ -81,16 +88,21 @@ def run(args: argparse.Namespace) -> None:
                 Topology(topology_for(topology, draw.num_ranks), draw.num_ranks)
     lengths = draws[0].batches[0]
     cli_args.warn_if_far(args, planning, lengths)
-    plan, took_s = _first_plan(args, draws[0])
-    points = []
-    if any(lens for of_ranks in lengths for lens in of_ranks):
-        points = [point for draw in draws for point in _points(args, draw)]
-    elif args.predictions is not None:
+    has_sequences = any(lens for of_ranks in lengths for lens in of_ranks)
+    if args.predictions is not None and not has_sequences:
         raise ArgumentError("--predictions: got one where nothing is predicted, expected sequences")
+    made, points = list[Step](), list[Point]()  # of the last topology, for each number of ranks
+    for draw in draws:
+        topologies = dict.fromkeys(_topology(draw, asked) for asked in args.topology)
+        ways = usual_ways(draw, topologies, args.micro_batches is not None)
+        made.append([*ways.values()][-1][0])
+        points += [_point(steps, name, args) for name, steps in ways.items() if has_sequences]
+    plan = made[0].plan
+    heads = heads_text(draws[0], plan)
     if args.report is not None:
         from knapformer.tools.plan.report import write_report
 
-        write_report(args.report, plan)
+        write_report(args.report, plan, heads)
     write(args.json, plan.to_json())
     if args.predictions is not None:
         options = ("micro_batches", "max_tokens_per_rank", "seed")
@@ -110,10 +122,19 @@ def run(args: argparse.Namespace) -> None:
     if "-" in (args.json, args.predictions):
         return
     if len(draws) == len(args.topology) == args.steps == 1:
-        _print_made(plan, took_s)
+        _print_made(plan, made[0].plan_s)
+    show(*filter(None, [heads]))
     if points:
         _print_points(points, args.steps)
     show(cli_args.assumed(args, planning))
+
+
+def _planning(args: argparse.Namespace) -> Planning:
+    if args.model is None:
+        return cli_args.planning(args, d_model=args.d_model or _D_MODEL)
+    preset = PRESETS[args.model]
+    model = preset.trained_model().replace(routed=True)
+    return cli_args.planning(args, model=model, d_model=args.d_model or preset.d_model)
 
 
 def topology_for(text: str, num_ranks: int) -> str:
@@ -141,24 +162,10 @@ def _peak_tflops(args: argparse.Namespace) -> float | None:
     return args.peak_tflops or named
 
 
-def _first_plan(args: argparse.Namespace, draw: Draw) -> tuple[Plan, float]:
-    """The plan of the first step, and the seconds that planning took."""
-    topology = _topology(draw, args.topology[-1])
-    beside = [] if args.micro_batches is None else [next(by_micro_batch(topology)(draw))]
-    step = next(planned_whole(topology, beside=beside)(draw))
-    return cast(Plan, step.whole), step.plan_s
-
-
-def _points(args: argparse.Namespace, draw: Draw) -> list[Point]:
-    topologies = dict.fromkeys(_topology(draw, asked) for asked in args.topology)
-    ways = usual_ways(draw, topologies, args.micro_batches is not None)
-    return [_point(steps, "none" if name == NO_BALANCER else name, args) for name, steps in ways.items()]
-
-
 def _point(steps: Sequence[Step], name: str, args: argparse.Namespace) -> Point:
     """plan_s: median wall time of the planner on this machine."""
-    plan_s = statistics.median(step.plan_s for step in steps)
-    named = {"num_ranks": steps[0].plans[0].num_ranks, "topology": name, "plan_s": plan_s}
+    plan_s, topology = statistics.median(step.plan_s for step in steps), "none" if name == NO_BALANCER else name
+    named = {"num_ranks": steps[0].plans[0].num_ranks, "topology": topology, "plan_s": plan_s}
     return named | means(steps, _peak_tflops(args))
 
 

@@ -25,8 +25,9 @@ _PAGE = """<!DOCTYPE html>
 """
 
 
-def write_report(path: str, plan: Plan) -> None:
-    """Writes the picture of a plan; of a step of several micro-batches, of the one that takes longest.
+def write_report(path: str, plan: Plan, heads: str = "") -> None:
+    """Writes the picture of a plan; of a step of several micro-batches, of the one that takes longest. heads: what it
+    says of them.
 
     Raises ArgumentError, OSError.
     """
@@ -35,7 +36,8 @@ def write_report(path: str, plan: Plan) -> None:
     title, moved = f"{plan.num_ranks:,} ranks, {plan.topology}", plan.tokens_moved / plan.num_tokens
     lines = [
         f"{plan.num_sequences:,} sequences, {plan.num_tokens:,} tokens, of which {moved:.1%} change ranks. Predicted "
-        f"step: {plan.predicted_time:.3g} s, {plan.predicted_time / plan.ideal_time - 1:.2%} over ideal."
+        f"step: {plan.predicted_time:.3g} s, {plan.predicted_time / plan.ideal_time - 1:.2%} over ideal.",
+        *filter(None, [heads]),
     ]
     if plan.num_micro_batches > 1:
         longest = max(range(plan.num_micro_batches), key=plan.predicted_times.__getitem__)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from knapformer import ArgumentError, Plan, Topology
 from knapformer.tools import cli_args
 from knapformer.tools.cli_args import DRAW, add
+from knapformer.tools.draws import Source
 from knapformer.tools.files import Progress, cells_of, show, table_of, write_json
 from knapformer.tools.launch import use_device
 from knapformer.tools.ways import NO_BALANCER, Draw, Planning, Step, usual_ways
@@ -138,7 +139,8 @@ def _ways(args: argparse.Namespace, config: ModelConfig, planning: Planning) -> 
     """The ways to replay; the first leaves every sequence at home. Raises ArgumentError, OSError."""
     if args.topology is None:
         raise ArgumentError("--topology: got none, expected bags of ranks such as g8n4")
-    draw = Draw(planning, cli_args.batches_of(args, tokens=config.planned_tokens), max_tokens=args.max_tokens_per_rank)
+    batches = Source(args, args.ranks).batches(args.micro_batches or 1, config.planned_tokens)
+    draw = Draw(planning, batches, max_tokens=args.max_tokens_per_rank)
     topologies = dict.fromkeys(str(Topology(text, draw.num_ranks)) for text in args.topology)
     ways = usual_ways(draw, topologies, args.micro_batches is not None)
     if not all(plan.num_tokens for step in ways[NO_BALANCER] for plan in step.plans):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from knapformer import ArgumentError
 from knapformer.tools import cli_args
 from knapformer.tools.cli_args import add, refuse
+from knapformer.tools.draws import mix_and_ranks
 from knapformer.tools.launch import check_ranks, run_on_ranks
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def run(args: argparse.Namespace) -> None:
         raise ArgumentError(f"--max-text-tokens: got {args.max_text_tokens}, expected {expected}")
     if args.keep_exchanges and not args.recomputes:
         raise ArgumentError("--keep-exchanges: got it with --no-checkpoint, with which no exchange is repeated")
-    mix = None if args.data is None else cli_args.mix_and_ranks(args, num_ranks)[0]
+    mix = None if args.data is None else mix_and_ranks(args, num_ranks)[0]
     lengths = () if args.lengths is None else lengths_of(args.lengths)
     simulation = Simulation(args, config, replace(of, model=model), num_ranks, mix, lengths)
     cli_args.warn_if_far(args, simulation.planning, simulation.draw(0).batches)

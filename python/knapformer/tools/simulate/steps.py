@@ -12,20 +12,19 @@ import itertools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
 
 from knapformer import ArgumentError, DataMix, Plan, Sample
 from knapformer.adapters.named import ModelConfig
 from knapformer.tools.doctor.alternatives import Alternative, baselines
+from knapformer.tools.draws import batches_of_step
+from knapformer.tools.lengths import Lengths
 from knapformer.tools.ways import (
     NO_BALANCER,
     PLANNED_STEP,
     Draw,
-    Lengths,
     Planning,
     Step,
     at_home,
-    batches_of_step,
     by_micro_batch,
     planned_whole,
 )
@@ -161,8 +160,7 @@ class Simulation:
             whole = planned_whole(f"g1n{self.num_ranks}", routed=False, beside=at_home(draw))
             planned = whole(replace(draw, planning=replace(self.planning, cluster=cluster)))
             found[PLANNED_STEP] = (
-                alone(data.as_planned(cast(Plan, step.whole).fill_ranks()))
-                for data, step in zip(drawn, planned, strict=True)
+                alone(data.as_planned(step.plan.fill_ranks())) for data, step in zip(drawn, planned, strict=True)
             )
         for steps in zip(*found.values(), strict=False):
             yield dict(zip(found, steps, strict=True))
