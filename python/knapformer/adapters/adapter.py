@@ -8,8 +8,9 @@ The mechanism (balance.py) knows no model by name; an adapter knows nothing of r
 from __future__ import annotations
 
 import itertools
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -194,6 +195,10 @@ class Adapter(ABC):
     # Fields of the model's config with which, where they are set, it computes what packed blocks do not.
     refused: ClassVar[tuple[str, ...]] = ()
 
+    # Arguments with residuals of a ControlNet: lists of tensors (1, image tokens, width), and the list of blocks behind
+    # which they are added to the tokens of the image. Only of a JointAdapter.
+    controls: ClassVar[dict[str, str]] = {}
+
     # For check(): fields of a small model, of odd sizes that could be mistaken for each other; and random arguments,
     # (config, size, Draw) -> the argument, where drawn.py does not draw them as training has them.
     small: ClassVar[dict[str, Any]] = {}
@@ -211,8 +216,9 @@ class Adapter(ABC):
     text_beside: ClassVar[bool] = False
     of_grids: ClassVar[bool] = False
 
-    def __init__(self, max_text_tokens: int) -> None:
+    def __init__(self, max_text_tokens: int, num_controls: Mapping[str, int]) -> None:
         self.max_text_tokens = max_text_tokens
+        self.num_controls = num_controls  # residuals in such an argument, where a sample has it
 
     @classmethod
     def lists(cls) -> tuple[str, ...]:
@@ -233,13 +239,18 @@ class Adapter(ABC):
         """Of the model's attention."""
         return "full"
 
+    @staticmethod
+    def control_of(block: int, num_blocks: int, num_controls: int) -> int:
+        """Which residual is added behind this block."""
+        return block // math.ceil(num_blocks / num_controls)
+
     def read(self, model: Any, samples: Sequence[Sample]) -> Samples:
         """Raises ArgumentError where samples are not what `required` and `optional` say."""
         like: Tensor = model.get_submodule(self.input_layer).weight
         if isinstance(like, DTensor):  # a unit of FSDP, which casts what it gets; other layers do not
             plain = (p for p in model.parameters() if not isinstance(p, DTensor) and p.is_floating_point())
             like = next(plain, like)
-        return Samples(samples, self.required, self.optional, like)
+        return Samples(samples, self.required, (*self.optional, *self.controls), like)
 
     @abstractmethod
     def embed(self, model: Any, samples: Samples) -> Home: ...

@@ -9,7 +9,7 @@ before.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, TypeVar
@@ -19,6 +19,7 @@ from torch import nn
 
 from knapformer import ArgumentError, StateError
 from knapformer.adapters.adapter import MAX_TEXT_TOKENS, Adapter, Moved, Packed
+from knapformer.adapters.controls import controlled, residual_rows
 from knapformer.adapters.registry import find_model
 from knapformer.adapters.samples import Predictions, Sample
 from knapformer.balancer import SequenceBalancer
@@ -41,7 +42,11 @@ class _Balanced:
 
 
 def balance(
-    transformer: Model, balancer: SequenceBalancer | None = None, *, max_text_tokens: int = MAX_TEXT_TOKENS
+    transformer: Model,
+    balancer: SequenceBalancer | None = None,
+    *,
+    max_text_tokens: int = MAX_TEXT_TOKENS,
+    controls: Mapping[str, int] | None = None,
 ) -> Model:
     """Lets a transformer of diffusers or knapformer.models take a list of samples of any sizes, unpadded.
 
@@ -66,6 +71,8 @@ def balance(
         BalancedStepLoader in bags of one rank (g1n8).
     max_text_tokens: for models that cross-attend to their text: the tokens that a travelling text has room for. The
         same on all ranks.
+    controls: where samples may have residuals of a ControlNet, how many: {"controlnet_block_samples": 5}, say. Samples
+        without them stay as they are. The same on all ranks.
 
     Raises ArgumentError where there is no adapter for the model (`knapformer.adapters`), or samples do not fit;
     StateError where the model is set to compute what a packed call cannot, such as another attention processor, or
@@ -76,8 +83,11 @@ def balance(
     if not isinstance(max_text_tokens, int) or max_text_tokens < 0:
         raise ArgumentError(f"max_text_tokens: got {max_text_tokens!r}, expected an integer, at least 0")
     model, adapter_class = find_model(transformer)
+    controls, known = dict(controls or {}), ", ".join(adapter_class.controls) or "no argument"
+    if any(name not in adapter_class.controls or not isinstance(of, int) or of < 1 for name, of in controls.items()):
+        raise ArgumentError(f"controls: got {controls!r}, expected how many residuals are in {known}, at least 1")
     unbalance(model)
-    adapter = adapter_class(max_text_tokens)
+    adapter = adapter_class(max_text_tokens, controls)
     adapter.check(model)
     packed = list(adapter.packed_modules(model))
     for name, module in (("transformer", model), *((name, module) for name, module, _ in packed)):
@@ -151,15 +161,19 @@ def _packed_call(
             raise StateError(f"placed: got none, in a process with {source}, or placed=False for other samples")
         adapter.check(model)
         _check_packed(model, adapter)
-        home = adapter.embed(model, adapter.read(model, samples))
+        of_samples = adapter.read(model, samples)
+        home = adapter.embed(model, of_samples)
+        residuals = residual_rows(adapter, of_samples, home)
 
-    def run(block: nn.Module, *args: Any) -> Any:
+    def run_alone(block: nn.Module, *args: Any) -> Any:
         if torch.is_grad_enabled() and getattr(model, "gradient_checkpointing", False):
             return model._gradient_checkpointing_func(block, *args)
         return block(*args)
 
     step = PackedStep(home.seq_lens, home.x.shape[1], balancer, adapter.mask(model), planned, bool(placed))
-    moved = Moved(step, *step.enter(home.x, home.features, home.sequence_features))
+    x, features, of_chunk = step.enter(home.x, [*residuals, *home.features], home.sequence_features)
+    moved = Moved(step, x, features[len(residuals) :], of_chunk)
+    run = controlled(adapter, model, features[: len(residuals)], run_alone)
     parts = adapter.head(model, step.leave(adapter.compute(model, moved, run)), home)
     zero = torch.stack([part.out[:0].sum() for part in parts]).sum()
     predictions = [adapter.predictions(model, part.out, part.lens, home) for part in parts]

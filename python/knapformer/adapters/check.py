@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -56,8 +56,10 @@ class SmallModel:
     """A small model of a class, in a random configuration; and samples for it.
 
     fields: in place of those of `Adapter.small`. No weight is 0: every part matters. The same arguments give the same
-    numbers, on every rank.
+    numbers, on every rank. controls: as of balance(); most samples then have residuals, which require gradients.
     """
+
+    controls: Mapping[str, int] = MappingProxyType({})
 
     def __init__(self, model_class: Any, **fields: Any) -> None:
         found = adapter_of(model_class)
@@ -77,7 +79,16 @@ class SmallModel:
         size = Size(size.grid, max(size.text_tokens, self.adapter.min_text_tokens))
         draw = Draw(torch.Generator().manual_seed(seed), torch.device("cpu"), torch.float32)
         config = SimpleNamespace(adapter=self.adapter, **defaults_of(self.model_class) | self.fields)
-        return random_sample(config, size, draw, conditions=True)
+        sample = random_sample(config, size, draw, conditions=True)
+        if self.controls and size.grid[2] > 2:
+            sides = size.grid[-len(found.patch(config)) :] if (found := self.adapter).of_grids else size.grid
+            shape = 1, math.prod(sides), config.num_attention_heads * config.attention_head_dim
+            for name, count in self.controls.items():
+                sample[name] = [draw.normal(*shape).requires_grad_() for _ in range(count)]
+        return sample
+
+    def balance(self, model: Any, balancer: SequenceBalancer | None = None) -> Any:
+        return balance(model, balancer, controls=self.controls)
 
     def samples(self) -> list[dict[str, Any]]:
         return [self.sample(size, seed) for seed, size in enumerate(SIZES)]
@@ -99,11 +110,17 @@ def one_by_one(model: nn.Module, samples: Sequence[Sample]) -> tuple[list[Any], 
     adapter = find_model(model)[1]
     outputs = [adapter.own(model, sample) for sample in samples]
     torch.stack([sample_loss(output, sample) for output, sample in zip(outputs, samples, strict=True)]).sum().backward()
-    return pytree.tree_map(torch.detach, outputs), gradients(model)
+    return pytree.tree_map(torch.detach, outputs), gradients(model, samples)
 
 
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+def gradients(model: nn.Module, samples: Sequence[Sample] = ()) -> dict[str, Tensor]:
+    """Of parameters; and of what requires them in samples, where they are taken away: zeros of those not computed."""
+    found = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+    for path, leaf in pytree.tree_leaves_with_path([dict(sample) for sample in samples]):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            found[f"samples{pytree.keystr(path)}"] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            leaf.grad = None
+    return found
 
 
 def relative_error(got: Any, expected: Any) -> float:
@@ -145,6 +162,7 @@ def check(transformer: Any, *, ranks: int = 2, **fields: Any) -> str:
         raise ArgumentError(f"ranks: got {ranks!r}, expected one of {', '.join(map(str, _TOPOLOGIES))}")
     model_class = transformer if isinstance(transformer, type) else type(find_model(transformer)[0])
     small = SmallModel(model_class, **fields)
+    small.controls = dict.fromkeys(small.adapter.controls, 2)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # more of them wait for each other over so few numbers
     try:
@@ -161,7 +179,7 @@ def check(transformer: Any, *, ranks: int = 2, **fields: Any) -> str:
 def _memory(small: SmallModel) -> str:
     model, samples = small.make(), small.samples()
     own = sum(_kept_bytes(model, partial(small.adapter.own, model, sample)) for sample in samples)
-    balance(model)
+    small.balance(model)
     packed, none = (_kept_bytes(model, partial(model, of)) for of in (samples, []))
     return f"{'kept for backward':<18} {packed / own:.2f} of its own calls' bytes; without samples {none / own:.2f}"
 
@@ -180,28 +198,29 @@ def _kept_bytes(model: nn.Module, call: Callable[[], Any]) -> int:
 
 
 def _found(small: SmallModel, ranks: int) -> dict[str, list[str]]:
-    found = {"packed": _compared(small.make(), small.samples())}
+    found = {"packed": _compared(small, small.make())}
     if hasattr(small.model_class, "enable_gradient_checkpointing"):
-        found["checkpointed"] = _compared(small.make(), small.samples(), lambda m: m.enable_gradient_checkpointing())
+        found["checkpointed"] = _compared(small, small.make(), lambda model: model.enable_gradient_checkpointing())
     if importlib.util.find_spec("peft"):
-        found["LoRA"] = _compared(with_lora(small.make(), small.adapter), small.samples())
-    found["no samples"] = _without_samples(balance(small.make()))
+        found["LoRA"] = _compared(small, with_lora(small.make(), small.adapter))
+    found["no samples"] = _without_samples(small.balance(small.make()))
     if ranks > 1:
         found[f"shared by {ranks} ranks"] = _on_ranks(small, ranks)
     return found
 
 
-def _compared(model: Any, samples: Sequence[Sample], change: Callable[[Any], None] | None = None) -> list[str]:
+def _compared(small: SmallModel, model: Any, change: Callable[[Any], None] | None = None) -> list[str]:
     """What differs. change: applied to the packed model alone."""
+    samples = small.samples()
     outputs, expected = one_by_one(model, samples)
     if change is not None:
         change(model)
     try:
-        predictions = balance(model)(samples)
+        predictions = small.balance(model)(samples)
     except TypeError as error:
         raise StateError(f"{error}: modules that are called with Packed need an entry in Adapter.packed") from error
     sum((sample_loss(p, s) for p, s in zip(predictions, samples, strict=True)), predictions.zero).backward()
-    return _differences(dict(enumerate(predictions)), outputs, gradients(model), expected)
+    return _differences(dict(enumerate(predictions)), outputs, gradients(model, samples), expected)
 
 
 def _differences(
@@ -253,6 +272,7 @@ def _rank_main(rank: int, ranks: int, folder: str, model_class: type, adapter: t
     if adapter_of(model_class) is not adapter:
         register(model_class, adapter)
     small, found = SmallModel(model_class, **fields), []
+    small.controls = dict.fromkeys(adapter.controls, 2)
     for cut in (False, True):
         differences = shared(small, rank, ranks, TrainedModel(num_heads=1, cuts_queries=True) if cut else None)
         found += [f"{'with queries cut, ' if cut else ''}{difference}" for difference in differences]
@@ -270,18 +290,18 @@ def shared(
     balancer = SequenceBalancer(_TOPOLOGIES[ranks], cluster=_CLUSTER, model=planned, group=group)
 
     homes = [list(range(i - 1, len(samples), ranks - 1)) if i > 0 else [] for i in range(ranks)]
-    predictions = balance(models[0], balancer)([samples[i] for i in homes[rank]])
+    predictions = small.balance(models[0], balancer)([samples[i] for i in homes[rank]])
     losses = [sample_loss(p, samples[i]) for i, p in zip(homes[rank], predictions, strict=True)]
     sum(losses, predictions.zero).backward()
     plan = balancer.plan
     found = [] if max(plan.degree_of_sequence) > 1 else ["no sequence was shared"]
     by_sample = dict(zip(homes[rank], predictions, strict=True))
-    found += _differences(by_sample, outputs, _summed_gradients(models[0], group), expected)
+    found += _differences(by_sample, outputs, _summed_gradients(models[0], samples, group), expected)
 
     of_sequence = [i for home in homes for i in home]
     placed = [of_sequence[i] for i, _, _ in plan.chunks_on(rank)]
     balancer.follow(plan)
-    predictions = balance(models[1], balancer)([samples[i] for i in placed], placed=True)
+    predictions = small.balance(models[1], balancer)([samples[i] for i in placed], placed=True)
     whole, losses = [pytree.tree_map(lambda of: torch.zeros(of.shape), output) for output in outputs], []
     for i, prediction, own in zip(placed, predictions, predictions.own, strict=True):
         losses.append(sample_loss(prediction, samples[i], own))
@@ -289,11 +309,11 @@ def shared(
     sum(losses, predictions.zero).backward()
     for part in pytree.tree_leaves(whole):
         dist.all_reduce(part, group=group)
-    differences = _differences(dict(enumerate(whole)), outputs, _summed_gradients(models[1], group), expected)
+    differences = _differences(dict(enumerate(whole)), outputs, _summed_gradients(models[1], samples, group), expected)
     return found + [f"loaded by all ranks that share, {difference}" for difference in differences]
 
 
-def _summed_gradients(model: nn.Module, group: Any) -> dict[str, Tensor]:
-    for gradient in (found := gradients(model)).values():
+def _summed_gradients(model: nn.Module, samples: Sequence[Sample], group: Any) -> dict[str, Tensor]:
+    for gradient in (found := gradients(model, samples)).values():
         dist.all_reduce(gradient, group=group)
     return found

@@ -40,7 +40,7 @@ def single_block(block: Any, x: Tensor, rows: Tensor, chunks: JointChunks) -> Te
 
 
 class Flux(JointAdapter):
-    left_out = "ControlNet, IP adapters"
+    left_out = "IP adapters, `controlnet_blocks_repeat` (repeat the list)"
     required: ClassVar[tuple[str, ...]] = (
         "hidden_states", "encoder_hidden_states", "pooled_projections", "timestep", "img_ids", "txt_ids",
     )  # fmt: skip
@@ -53,6 +53,9 @@ class Flux(JointAdapter):
     }  # fmt: skip
     in_parts = ("attn", "norm1", "norm1_context", "norm")
     processors = ("FluxAttnProcessor",)
+    controls = {
+        "controlnet_block_samples": "transformer_blocks", "controlnet_single_block_samples": "single_transformer_blocks"
+    }  # fmt: skip
     small = {
         "in_channels": 6, "num_layers": 2, "num_single_layers": 1, "attention_head_dim": 14, "num_attention_heads": 3,
         "joint_attention_dim": 11, "pooled_projection_dim": 9, "guidance_embeds": True, "axes_dims_rope": (2, 4, 8),
@@ -106,6 +109,7 @@ class LongCatImage(Flux):
         **NORM_OUT,
     }
     processors = ("LongCatImageAttnProcessor",)
+    controls = {}
     small = {name: value for name, value in Flux.small.items() if name != "guidance_embeds"}
     named_configs = {}
 
@@ -122,7 +126,7 @@ class Chroma(JointAdapter):
     """FLUX whose rows of modulation come from one layer."""
 
     sequence = "text tokens that no mask hides, and image tokens"
-    left_out = "ControlNet, IP adapters, masks of numbers (which diffusers adds to the scores)"
+    left_out = f"{Flux.left_out}, masks of numbers (which diffusers adds to the scores)"
     optional = ("attention_mask",)
     input_layer = "x_embedder"
     blocks = Flux.blocks
@@ -132,6 +136,7 @@ class Chroma(JointAdapter):
     }  # fmt: skip
     in_parts = ("attn", "norm1", "norm1_context", "norm")
     processors = ("FluxAttnProcessor",)
+    controls = Flux.controls
     small = {
         "in_channels": 6, "num_layers": 2, "num_single_layers": 1, "attention_head_dim": 14, "num_attention_heads": 3,
         "joint_attention_dim": 11, "axes_dims_rope": (2, 4, 8), "approximator_num_channels": 16,

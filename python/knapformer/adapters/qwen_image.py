@@ -37,6 +37,7 @@ class QwenImage(JointAdapter):
     blocks = ("transformer_blocks",)
     packed = {"QwenImageTransformerBlock": block, **NORM_OUT}
     refused = ("guidance_embeds",)
+    controls = {"controlnet_block_samples": "transformer_blocks"}
     processors = ("QwenDoubleStreamAttnProcessor2_0",)
     small = {
         "in_channels": 7, "out_channels": 2, "num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 3,

@@ -47,7 +47,10 @@ class Samples:
             for name, value in sample.items():
                 if name not in (*required, *optional, "return_dict") and value is not None and value != {}:
                     allowed = ", ".join((*required, *optional))
-                    raise ArgumentError(f"samples[{i}]: got {name!r}, expected some of {allowed} in a packed call")
+                    raise ArgumentError(
+                        f"samples[{i}]: got {name!r}, expected some of {allowed} in a packed call; calls with others "
+                        "are balanced by a BalancedBatchSampler alone"
+                    )
                 if isinstance(value, Tensor) and value.dtype != (expected := dtypes.setdefault(name, value.dtype)):
                     raise ArgumentError(f"samples[{i}][{name!r}]: got {value.dtype}, expected {expected}, as before it")
 

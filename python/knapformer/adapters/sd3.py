@@ -21,6 +21,7 @@ class StableDiffusion3(JointAdapter):
     refused = ("dual_attention_layers",)
     in_parts = ("attn", "norm1", "norm1_context")
     processors = ("JointAttnProcessor2_0",)
+    controls = {"block_controlnet_hidden_states": "transformer_blocks"}
     of_grids = True
     small = {
         "sample_size": 16, "patch_size": 2, "in_channels": 3, "num_layers": 3, "attention_head_dim": 8,
@@ -40,6 +41,10 @@ class StableDiffusion3(JointAdapter):
         },
     }  # fmt: skip
     conditions = {"timestep": lambda config, size, draw: 1000 * draw.time()}
+
+    @staticmethod
+    def control_of(block: int, num_blocks: int, num_controls: int) -> int:
+        return int(block / (num_blocks / num_controls))
 
     def embed(self, model: Any, samples: Samples) -> Home:
         config = model.config

@@ -58,10 +58,10 @@ def sharded_and_balanced(mesh: DeviceMesh, balancer: SequenceBalancer) -> dict[s
         if i % 2 == 0:
             model.enable_gradient_checkpointing()
         if i % 3 == 0:
-            knapformer.balance(model, balancer)
+            case.balance(model, balancer)
         _shard(model, mesh)
         if i % 3 != 0:
-            knapformer.balance(model, balancer)
+            case.balance(model, balancer)
         home = HOMES[mesh.size()][mesh.get_rank() % mesh.size()]
         outcomes[name] = outcome_of(model, case, home, mesh.size(), balancer, call=model)
         assert all(isinstance(parameter.grad, DTensor) for parameter in model.parameters()), name

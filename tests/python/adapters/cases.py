@@ -63,6 +63,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "wan-two-images": (WAN, {"image_dim": 11, "added_kv_proj_dim": 42, "pos_embed_seq_len": 12, "num_layers": 1}),
 }  # fmt: skip
 
+CONTROLLED = ("flux-plain", "qwen-image-layered", "sd3-plain")  # with residuals of a ControlNet
+
 
 def of(class_name: str, **fields: Any) -> SmallModel:
     import diffusers
@@ -71,7 +73,10 @@ def of(class_name: str, **fields: Any) -> SmallModel:
 
 
 def cases() -> dict[str, SmallModel]:
-    return {name: of(class_name, **fields) for name, (class_name, fields) in CASES.items()}
+    found = {name: of(class_name, **fields) for name, (class_name, fields) in CASES.items()}
+    for name in CONTROLLED:
+        found[name].controls = dict.fromkeys(found[name].adapter.controls, 2)
+    return found
 
 
 def assert_gradients_equal(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = GRADIENTS) -> None:

@@ -251,7 +251,7 @@ def test_fused_projections_are_refused(name: str, message: str) -> None:
 def test_zero_reaches_every_parameter(name: str, sizes: list[Any]) -> None:
     """For a rank without samples, and one that drops the losses of its samples."""
     case = cases()[name]
-    model = knapformer.balance(case.make())
+    model = case.balance(case.make())
     predictions = model([case.sample(size, 0) for size in sizes])
     assert isinstance(predictions, Predictions) and len(predictions) == len(sizes) and predictions.zero == 0
     predictions.zero.backward()
@@ -295,6 +295,11 @@ def test_a_model_that_is_set_to_compute_something_else_is_refused(case: SmallMod
         ({"balancer": "g1n1"}, "balancer: got 'g1n1', expected a SequenceBalancer, or None"),
         ({"max_text_tokens": "512"}, "max_text_tokens: got '512', expected an integer, at least 0"),
         ({"max_text_tokens": -1}, "max_text_tokens: got -1, expected an integer, at least 0"),
+        (
+            {"controls": {"img_ids": 1}},
+            "controls: got {'img_ids': 1}, expected how many residuals are in controlnet_bl",
+        ),
+        ({"controls": {"controlnet_block_samples": 0}}, "controls: got {'controlnet_block_samples': 0}, expected how"),
     ],
 )
 def test_arguments_of_balance_are_named(arguments: dict[str, Any], message: str) -> None:

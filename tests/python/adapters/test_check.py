@@ -40,6 +40,14 @@ def test_what_differs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no gradient of single_transformer_blocks.0.norm.linear.weight (" in lines[4]
 
 
+def test_residuals_behind_other_blocks_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flux.Flux, "control_of", staticmethod(lambda block, num_blocks, num_controls: 0))
+    with pytest.raises(
+        StateError, match=r"packed +output of .*; gradient of samples\[\d\]\['controlnet_block_samples'\]"
+    ):
+        check(MODEL, ranks=1, num_single_layers=0)
+
+
 @pytest.mark.parametrize(
     ("lacking", "message"),
     [

@@ -126,13 +126,25 @@ def test_inputs_that_do_not_fit_are_named(case: str, name: str, value: Any, mess
             "samples[1]['timestep']: got torch.bfloat16, expected torch.float32, as before it",
         ),
         (
+            [samples_of("flux")[0] | {"controlnet_blocks_repeat": True}],
+            "samples[0]: got 'controlnet_blocks_repeat', expected some of hidden_states, ",
+        ),
+        (
             [samples_of("flux")[0] | {"controlnet_block_samples": [1]}],
-            "samples[0]: got 'controlnet_block_samples', expected",
+            "samples[0]['controlnet_block_samples']: got 1, expected a list of 0 residuals, as controls= of knapformer",
+        ),
+        (
+            [samples_of("flux")[0] | {"controlnet_single_block_samples": torch.ones(1, 15, 42)}],
+            "samples[0]['controlnet_single_block_samples']: got Tensor, expected a list of 1 residuals",
+        ),
+        (
+            [samples_of("flux")[0] | {"controlnet_single_block_samples": [torch.ones(1, 22, 42)]}],
+            "samples[0]['controlnet_single_block_samples'][0]: got shape (1, 22, 42), expected (1, 15, 42)",
         ),
     ],
 )
 def test_samples_that_are_no_list_of_arguments_are_named(samples: Any, message: str) -> None:
-    model = knapformer.balance(CASES["flux"].make())
+    model = knapformer.balance(CASES["flux"].make(), controls={"controlnet_single_block_samples": 1})
     with pytest.raises(knapformer.ArgumentError, match=re.escape(message)):
         model(samples)
 
