@@ -80,7 +80,8 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     },
     "--lengths": {
         "metavar": "FILE",
-        "help": "lengths in tokens, a list for each rank, or a list of such steps: JSON, or a log of knapformer.record",
+        "help": "lengths in tokens, a list for each rank, or a list of such batches: JSON, or a log of "
+        "knapformer.record",
     },
     "--topology": {"type": _word, "action": "append", "metavar": "T", "help": "may be given several times"},
     "--ranks": {"type": _RANKS, "metavar": "N"},
@@ -96,7 +97,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--model": {"default": "flux-demo", "metavar": "NAME|JSON", "help": "named configuration or file"},
     "--seed": {"type": integer(0, 2**64 - 1), "default": 0, "help": "of the data (default 0)"},
     "--scale": {"type": number(), "default": 1.0, "metavar": "F", "help": "divides the resolutions (default 1)"},
-    "--max-text-tokens": _count("per sample", 392, low=0, high=1 << 20),
+    "--max-text-tokens": _count("of a sample of --data, at most", 392, low=0, high=1 << 20),
     "--d-model": {"type": integer(1, 1 << 20), "metavar": "D", "help": "width, in features"},
     "--solver": {"default": solver_names()[0], "choices": solver_names(), "help": f"default {solver_names()[0]}"},
     "--effort": {
@@ -252,11 +253,11 @@ def assumed(args: argparse.Namespace, of: Planning, limit: str | None = None) ->
     if args.calibration is not None:
         origin, name = f"measured: {args.calibration}", "calibrated"
     if limit is None and args.max_tokens_per_rank:
-        limit = f"at most {args.max_tokens_per_rank:,} tokens of a rank"
+        limit = f"at most {args.max_tokens_per_rank:,} tokens on a rank"
     elif limit is None:
-        limit = "no limit of memory" + ("" if args.micro_batches is None else ", but of steps planned whole")
-    heads = f"{model.num_heads} heads" if model.num_heads else "heads as if even"
-    fixed = f"{cluster.fixed_s:.3g} s in each step whatever its load" if cluster.fixed_s else "nothing fixed in a step"
+        limit = "no limit of tokens" + ("" if args.micro_batches is None else ", but for steps planned whole")
+    heads = f"{model.num_heads} heads" if model.num_heads else "heads that divide evenly"
+    fixed = f"{cluster.fixed_s:.3g} s more in each step, whatever its load" if cluster.fixed_s else "no fixed time"
     if cluster.fixed_s == Cluster.published().fixed_s:
         fixed += " (fitted to the published cluster)"
     return (

@@ -24,7 +24,7 @@ from knapformer import Cluster, TrainedModel
 _LENGTHS = [[40, 3], [5, 1], [7], []]
 _COST = ExchangeCost(num_ranks=2, latency_s=1e-5, bytes_per_s=1e10)
 _FILES: dict[str, Any] = {
-    "lengths": _LENGTHS,
+    "lengths": [_LENGTHS, _LENGTHS],  # of two batches
     "calibration": Calibration(0.4, 1e-15, 8, True, 0.01, 0.02, 0.0, node=_COST).to_dict(),
     "cluster": {"cluster": Cluster("h100").to_dict(), "model": TrainedModel().to_dict()},
 }

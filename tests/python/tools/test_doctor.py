@@ -334,7 +334,7 @@ def test_a_limit_of_tokens_is_kept(tmp_path, capsys):
     text = printed(capsys, *arguments, "--max-tokens-per-rank", 3)
     assert text.startswith("No alternative fits: max_tokens_per_rank: got 3, expected at ")
     assert "no balancing does not fit: 64 tokens on a rank, expected at most 3." in text
-    assert "at most 3 tokens of a rank" in text
+    assert "at most 3 tokens on a rank" in text
     text = printed(capsys, *arguments, "--max-tokens-per-rank", 40)
     assert text.startswith("Take ")
     assert "no balancing does not fit (64 tokens on a rank, expected at most 40)." in text.partition("┏")[0]

@@ -69,9 +69,10 @@ def test_what_a_plan_gains_is_said(capsys: pytest.CaptureFixture[str], tmp_path:
     status, out, _ = run(capsys, "plan", "--topology", "g1n1+g2n1", "--lengths", str(path), "--d-model", "8")
     made = plan([[10, 2000], [30], []], "g1n1+g2n1", d_model=8)
     gain = max(made.workload_before) / max(made.workload_after)
-    said = f"The slowest rank has {gain:.2f} times less to compute. Of the tokens {made.tokens_moved / 2040:.1%} change"
+    moved = f"{made.tokens_moved / 2040:.1%} of the tokens change ranks"
+    said = f"Without balancing the slowest rank computes {gain:.2f} times as much. {moved}"
     assert status == 0 and said in " ".join(out.split())
-    assert f"holds {made.max_tokens:,}, {made.max_tokens / 680:.2f} times the mean" in out
+    assert f"holds {made.max_tokens:,} tokens, {made.max_tokens / 680:.2f} times the mean" in out
 
 
 def test_plan_takes_the_options_of_the_solver(capsys: pytest.CaptureFixture[str]) -> None:

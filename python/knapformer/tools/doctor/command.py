@@ -34,9 +34,9 @@ def add_parser(subparsers: Any) -> None:
     add(
         source, "lengths", nargs="?", metavar="LENGTHS", default=argparse.SUPPRESS,
         help=f"tokens of each sample, or sizes that --model turns into them: .{', .'.join(FORMATS)}; or as "
-        "they were drawn: a list for each rank, or a list of such steps",
+        "they were drawn: a list for each rank, or a list of such batches",
     )  # fmt: skip
-    add(source, "--lengths", help="LENGTHS, as other commands take them")
+    add(source, "--lengths", help="the same as LENGTHS")
     add(source, "--data")
     # Each further step takes 5 s of a core at 8,192 ranks with one sample each, 1 s at 4,096.
     add(parser, "--ranks", type=cli_args.integer(1, 1 << 12), help="data-parallel ranks")
@@ -58,7 +58,7 @@ def add_parser(subparsers: Any) -> None:
     )  # fmt: skip
     add(
         parser, "--steps", type=cli_args.integer(2, 10**6), default=None,
-        help="simulated (default 20; fewer where a step has very many samples)",
+        help="that are simulated (default 20; fewer where a step has very many samples)",
     )  # fmt: skip
     add(parser, *cli_args.DRAW)
     cli_args.add_gamma(parser)

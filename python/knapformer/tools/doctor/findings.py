@@ -131,7 +131,7 @@ class Findings:
 
     def print(self) -> None:
         source, draw, verdict, lens = self.source, self.draw, self.verdict, self.source.pool
-        hours = f"of the {source.num_samples:,} samples" if source.num_samples else "of a million samples"
+        samples = f"the {source.num_samples:,} samples" if source.num_samples else "a million samples"
         names = (result.alternative.name for result in self.results)
         rows = ({"alternative": name, **_cells(of)} for name, of in zip(names, self.figures, strict=True))
         parts: list[Any] = [self.verdict_text]
@@ -142,13 +142,17 @@ class Findings:
             f"Samples: {source.description}, median {statistics.median(lens):,.0f} tokens, longest {max(lens):,}.",
             "",
             table_of(rows, left="alternative"),
-            f"speed: times {verdict.now.alternative.name}, on equal work, with the standard error over draws.\n"
-            f"hours: of one accelerator, {hours}.\n"
-            "wait: of computing time, for the slowest rank or on padding.\n"
-            "GB: that a rank sends in a step, in its node / to others. GiB: of the fullest rank.\n"
-            "BalancedBatchSampler: samples whole, all micro-batches of a step planned at once; nothing is sent.\n"
-            "balancer, 1-N ranks: in the model; long samples are shared by up to N ranks. N ranks: every sample is, by "
-            "N.",
+            f"speed: times as fast as {verdict.now.alternative.name}, for equal work, and the standard error over the "
+            "drawn steps.\n"
+            f"hours: what {samples} take on one accelerator.\n"
+            "wait: the share of its time in which a rank waits for the slowest one, or computes padding.\n"
+            "GB: what a rank sends in a step, inside its node / to other nodes. GiB: memory of the fullest rank.\n"
+            "sequence parallel N, static ring N, Ulysses x ring N: groups of N ranks share all samples that they draw, "
+            "by heads, by queries, or by both.\n"
+            "BalancedBatchSampler: samples stay whole; all micro-batches of a step are planned at once, and nothing is "
+            "sent.\n"
+            "balancer, 1-N ranks: in the model, up to N ranks share a long sample. balancer, N ranks: N ranks share "
+            "every sample.",
         ]
         parts += [f"{r.alternative.name} does not fit: {r.problem}." for r in self.results if r.problem is not None]
         of_drawn = draw.batch_size * draw.num_ranks * draw.micro_batches or 1
@@ -216,12 +220,12 @@ class Findings:
     def _assumed(self) -> list[str]:
         source, draw, preset = self.source, self.draw, self.preset
         default = ", the default of --model" if preset.name == DEFAULT_PRESET else ""
-        limit = f"at most {draw.max_tokens:,} tokens of a rank" if draw.max_tokens else "memory is not limited"
+        limit = f"at most {draw.max_tokens:,} tokens on a rank" if draw.max_tokens else "memory is not limited"
         lines = [
             cli_args.assumed(self.args, draw.planning, limit),
-            f"Model: {preset.name}{default}, of width {draw.planning.d_model}. Ranks: {source.num_ranks:,}, "
-            f"{digits(draw.batch_size)} samples x {draw.micro_batches} micro-batches each, {len(draw.batches)} steps; "
-            "FSDP2: ranks wait in every micro-batch.",
+            f"Model: {preset.name}{default}, of width {draw.planning.d_model}. {len(draw.batches)} steps of "
+            f"{source.num_ranks:,} ranks are simulated, of {draw.micro_batches} micro-batches of "
+            f"{digits(draw.batch_size)} samples a rank; ranks wait for each other in every one, as under FSDP2.",
         ]
         if self.share_of_pairs < 1:
             lines.append(f"Masks leave {self.share_of_pairs:.1%} of the samples' (query, key) pairs.")

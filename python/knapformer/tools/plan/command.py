@@ -184,12 +184,13 @@ def _plan_text(plan: Plan) -> str:
         waits = "Ranks wait for each other in every micro-batch."
     else:
         gain = plan.max_over_mean_before / plan.max_over_mean_after
-        waits = f"The slowest rank has {gain:.2f} times less to compute."
+        waits = f"Without balancing the slowest rank computes {gain:.2f} times as much."
+    more = f"{plan.predicted_time / plan.ideal_time - 1:.2%}"
     return (
-        f"Predicted: {plan.predicted_time:.4g} s a step, {plan.predicted_time / plan.ideal_time - 1:.2%} over ideal "
-        f"and at most {max(plan.gap, 0):.2%} over the best plan of this topology. {waits}\nOf the tokens "
-        f"{plan.tokens_moved / plan.num_tokens:.1%} change ranks, {plan.exchanged_fraction:.1%} are exchanged in "
-        f"attention; the fullest rank holds {plan.max_tokens:,}, {of_mean}."
+        f"Predicted: {plan.predicted_time:.4g} s a step, {more} more than with equal work on all ranks and nothing "
+        f"sent, and at most {max(plan.gap, 0):.2%} more than the best plan of this topology. {waits}\n"
+        f"{plan.tokens_moved / plan.num_tokens:.1%} of the tokens change ranks, and {plan.exchanged_fraction:.1%} are "
+        f"exchanged in attention; the fullest rank holds {plan.max_tokens:,} tokens, {of_mean}."
     )
 
 
@@ -198,10 +199,11 @@ def _print_points(points: Sequence[Mapping[str, Any]], num_steps: int) -> None:
     mean = f", means over {num_steps} steps" if num_steps > 1 else ""
     rows = [_row_of(point, unbalanced_s[point["num_ranks"]]) for point in points]
     caption = (
-        f"Predicted seconds of a step{mean}: forward and backward pass (docs/cluster_model.md). Efficiency: the work "
-        "alone over all of the step. HFU (hardware FLOPs utilization): FLOPs computed, recomputed ones too, over the "
-        "device's peak. WIR (workload imbalance ratio): highest over lowest work of a rank. Peak: tokens of the "
-        "fullest rank. GB: that a rank sends in a step, in its node / to others, without FSDP's."
+        f"Predicted seconds of a step{mean}, forward and backward pass. Compute: of the slowest rank. Rest: route, what "
+        "FSDP and the host take beside, the fixed time. Efficiency: the work alone, spread evenly, over the step. HFU "
+        "(hardware FLOPs utilization): FLOPs computed, recomputed ones too, over the device's peak. WIR (workload "
+        "imbalance ratio): highest over lowest work of a rank. Peak: tokens of the fullest rank. GB: what a rank sends "
+        "in a step, inside its node / to other nodes, without FSDP's."
     )
     table = table_of(
         (cells_of(row, _KEYS | _POINT) for row in rows), left="topology", keys=tuple(_KEYS), caption=caption

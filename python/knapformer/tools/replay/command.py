@@ -119,8 +119,8 @@ def run(args: argparse.Namespace) -> None:
             "and measured. Peak: tokens of the fullest rank. GB: exchanged, and FSDP's, by all ranks in a step. TPS: "
             "tokens per second.",
         ),
-        "Corr. and spread: of ranks' measured seconds with their planned work (- where that is even), and per FLOP."
-        + noise_text,
+        "Corr.: correlation of ranks' measured seconds with their planned work (- where the work is even). Spread: "
+        "standard deviation of the seconds per planned FLOP, over their mean." + noise_text,
         cli_args.assumed(args, planning),
     )
 

@@ -46,26 +46,18 @@ def figures(variant: Variant, baseline: Variant, model: TrainedModel, peak_tflop
     """A variant's figures, ready for JSON. A variant with other samples does more or less work in a step: its gains are
     scaled by the ratio of work."""
 
-    def values(of: Variant, work: Callable[[Step], float]) -> list[float]:
-        return list(map(work, of.steps))
+    def ratio(work: Callable[[Step], float]) -> float:
+        return math.fsum(map(work, baseline.steps)) / math.fsum(map(work, variant.steps))
 
-    def ratios(before: Sequence[float], after: Sequence[float]) -> list[float]:
-        """Of the sums, then of each step."""
-        return [math.fsum(before) / math.fsum(after), *(a / b for a, b in zip(before, after, strict=True))]
-
-    works = ratios(values(variant, _own_work), values(baseline, _own_work))
-    works = [1.0] * len(works) if variant.same_samples else works
-    gains = [a * b for a, b in zip(ratios(baseline.latencies_s, variant.latencies_s), works, strict=True)]
-    promise, *_ = ratios(values(baseline, _highest_work), values(variant, _highest_work))
+    work = 1.0 if variant.same_samples else 1 / ratio(_own_work)
     plans = [plan for step in variant.steps for plan in step.plans]
     return {
         **measured(variant.name, variant.steps, variant.latencies_s, model, peak_tflops),
         "fbl_median_s": statistics.median(variant.latencies_s),
-        "speed_up": gains[0],
-        "speed_up_median": statistics.median(gains[1:]),
-        "promised_speed_up": promise * works[0],
+        "speed_up": work * math.fsum(baseline.latencies_s) / math.fsum(variant.latencies_s),
+        "promised_speed_up": work * ratio(_highest_work),
         "tokens_moved": sum(plan.tokens_moved for plan in plans) / sum(plan.num_tokens for plan in plans),
-        "work": works[0],
+        "work": work,
         "loss_per_step": list(variant.losses),
         **(differences(variant, baseline) if variant.same_samples else {}),
     }
