@@ -12,7 +12,7 @@ import pytest
 from knapformer.adapters.named import load_config
 from knapformer.tools.cli_args import trained_model
 from knapformer.tools.simulate.results import Variant, figures, sentences
-from knapformer.tools.simulate.steps import Simulation, StepData, VariantStep
+from knapformer.tools.simulate.steps import Simulation, StepData, VariantStep, batches_of
 from knapformer.tools.simulate.worker import balancer_of
 from knapformer.tools.ways import NO_BALANCER, PLANNED_STEP, Planning, Step
 
@@ -122,19 +122,19 @@ def test_what_each_variant_computes(model: str) -> None:
     assert mix is not None
     for rank in range(4):  # the batches of the mix behind those of step 0
         sizes = [[repr(config.possible(s)) for s in mix.draw(0, 3 + k, rank)] for k in range(3)]
-        assert [[repr(s.size) for s in of] for of in drawn.samples[rank]] == sizes
+        assert [[repr(s.size) for s in of] for of in drawn[rank]] == sizes
 
     def seeds(of: StepData) -> list[int]:
-        return sorted(s.seed for ranks in of.samples for samples in ranks for s in samples)
+        return sorted(s.seed for ranks in of for samples in ranks for s in samples)
 
     assert seeds(planned) == seeds(drawn) and len(set(seeds(drawn))) == len(seeds(drawn)) == 30
-    assert all(samples for ranks in planned.samples for samples in ranks)
-    fullest, of_planned = (max(sum(lens) for batch in of.batches for lens in batch) for of in (drawn, planned))
+    assert all(samples for ranks in planned for samples in ranks)
+    fullest, of_planned = (max(sum(lens) for batch in batches_of(of) for lens in batch) for of in (drawn, planned))
     assert fullest >= of_planned
 
     # As the plans say that stand for them.
     plans = {name: list(way.step.plans) for name, way in variants.items()}
-    assert [plan.seq_lens for plan in plans[PLANNED_STEP]] == planned.batches
+    assert [plan.seq_lens for plan in plans[PLANNED_STEP]] == batches_of(planned)
     assert all(plan.tokens_moved == 0 for plan in plans[PLANNED_STEP] + plans[NO_BALANCER])
 
 
@@ -158,8 +158,8 @@ def test_what_others_compute() -> None:
     for ways in steps:
         assert list(ways) == [NO_BALANCER, *names, PLANNED_STEP]
         drawn = ways[NO_BALANCER].data
-        for k, batch in enumerate(drawn.batches):
-            buckets, budgets = (ways[name].data.batches[k] for name in names[:2])
+        for k, batch in enumerate(batches_of(drawn)):
+            buckets, budgets = (batches_of(ways[name].data)[k] for name in names[:2])
             (length,) = {n for lens in buckets for n in lens}
             assert [len(lens) for lens in buckets] == [3] * 4 and length in lengths
             seen.append(length)
@@ -197,7 +197,7 @@ def test_a_limit_of_tokens_holds_in_plans_and_not_where_nothing_is_planned() -> 
         data="g1b3i256f1s0,g1b1i256f1s0", topology=("g1n2", "g2n1"), way=("static_2",), warmup=0,
         steps=1,
     )  # fmt: skip
-    (lens,) = given.draw(0).batches
+    (lens,) = batches_of(given.draw(0))
     limit = given.planning.plan(lens, "g1n2").max_tokens  # two samples
     limited = changed(given, max_tokens_per_rank=limit)
     free, plans = ({name: list(way.step.plans) for name, way in step_of(of, 0).items()} for of in (given, limited))
@@ -218,7 +218,7 @@ def test_a_limit_of_tokens_holds_in_plans_and_not_where_nothing_is_planned() -> 
 
 def test_a_limit_that_a_later_step_cannot_keep_is_refused_before_any_rank_starts() -> None:
     given = simulation()
-    tokens = [sum(map(sum, given.draw(step).batches[0])) for step in range(12)]
+    tokens = [sum(map(sum, batches_of(given.draw(step))[0])) for step in range(12)]
     limit = -(-tokens[0] // 2)
     assert max(tokens) > 2 * limit  # g2n1 halves them
     changed(given, warmup=0, steps=1, max_tokens_per_rank=limit)

@@ -199,8 +199,8 @@ def _print_points(points: Sequence[Mapping[str, Any]], num_steps: int) -> None:
     mean = f", means over {num_steps} steps" if num_steps > 1 else ""
     rows = [_row_of(point, unbalanced_s[point["num_ranks"]]) for point in points]
     caption = (
-        f"Predicted seconds of a step{mean}, forward and backward pass. Compute: of the slowest rank. Rest: route, what "
-        "FSDP and the host take beside, the fixed time. Efficiency: the work alone, spread evenly, over the step. HFU "
+        f"Predicted seconds of a step{mean}, forward and backward pass. Compute: of the slowest rank. Rest: route, "
+        "what FSDP and the host add, the fixed time. Efficiency: the work alone, spread evenly, over the step. HFU "
         "(hardware FLOPs utilization): FLOPs computed, recomputed ones too, over the device's peak. WIR (workload "
         "imbalance ratio): highest over lowest work of a rank. Peak: tokens of the fullest rank. GB: what a rank sends "
         "in a step, inside its node / to other nodes, without FSDP's."

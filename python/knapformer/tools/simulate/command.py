@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> None:
     cli_args.check_torch()
     from knapformer.adapters.named import load_config
     from knapformer.tools.sample_files import lengths_of
-    from knapformer.tools.simulate.steps import Simulation
+    from knapformer.tools.simulate.steps import Simulation, batches_of
 
     num_ranks = check_ranks(args.ranks)
     if args.lengths is None:
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> None:
     mix = None if args.data is None else mix_and_ranks(args, num_ranks)[0]
     lengths = () if args.lengths is None else lengths_of(args.lengths)
     simulation = Simulation(args, config, replace(of, model=model), num_ranks, mix, lengths)
-    cli_args.warn_if_far(args, simulation.planning, simulation.draw(0).batches)
+    cli_args.warn_if_far(args, simulation.planning, batches_of(simulation.draw(0)))
 
     def work(device: torch.device) -> None:
         from knapformer.tools.simulate.worker import simulate

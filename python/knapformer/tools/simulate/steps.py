@@ -34,28 +34,23 @@ from knapformer.tools.ways import (
 class SeededSample:
     size: Sample
     seed: int  # of its tensors
+    tokens: int  # that are planned
 
 
-@dataclass(frozen=True)
-class StepData:
-    """The samples of an optimizer step, by rank and micro-batch: [rank][micro-batch][sample]."""
+StepData = list[list[list[SeededSample]]]  # of an optimizer step: [rank][micro-batch][sample]
 
-    config: ModelConfig
-    samples: list[list[list[SeededSample]]]
 
-    @property
-    def batches(self) -> list[Lengths]:
-        """[micro-batch][rank]: lengths in tokens."""
-        lens = [[[self.config.planned_tokens(s.size) for s in of] for of in of_rank] for of_rank in self.samples]
-        return [list(batch) for batch in zip(*lens, strict=True)]
+def batches_of(data: StepData) -> list[Lengths]:
+    """[micro-batch][rank]: lengths in tokens."""
+    lens = [[[sample.tokens for sample in samples] for samples in of_rank] for of_rank in data]
+    return [list(batch) for batch in zip(*lens, strict=True)]
 
-    def as_planned(self, plan: Plan) -> StepData:
-        """The same samples, each in the place where `plan`, made from these lengths, computes it."""
-        step = [sample for of_rank in self.samples for samples in of_rank for sample in samples]
-        parts, ranks = range(plan.num_micro_batches), range(len(self.samples))
-        return StepData(
-            self.config, [[[step[i] for i, _, _ in plan.chunks_on(rank, k)] for k in parts] for rank in ranks]
-        )
+
+def as_planned(data: StepData, plan: Plan) -> StepData:
+    """The same samples, each in the place where `plan`, made from their lengths, computes it."""
+    step = [sample for of_rank in data for samples in of_rank for sample in samples]
+    parts = range(plan.num_micro_batches)
+    return [[[step[i] for i, _, _ in plan.chunks_on(rank, k)] for k in parts] for rank in range(len(data))]
 
 
 @dataclass(frozen=True)
@@ -121,21 +116,22 @@ class Simulation:
         seeds = itertools.count((self.args.seed * 1_000_003 + step) * 65_537)
 
         def seeded(size: Sample) -> SeededSample:
-            return SeededSample(self.model.possible(size), next(seeds) % (1 << 63))
+            possible = self.model.possible(size)
+            return SeededSample(possible, next(seeds) % (1 << 63), self.model.planned_tokens(possible))
 
-        return StepData(self.model, [[list(map(seeded, of)) for of in of_rank] for of_rank in sizes])
+        return [[list(map(seeded, of)) for of in of_rank] for of_rank in sizes]
 
     def variants(self) -> Iterator[dict[str, VariantStep]]:
         """Of each step, warm-up ones first, what each variant computes. The others are compared with the first."""
         args = self.args
         drawn = [self.draw(step) for step in range(args.warmup + args.steps)]
-        batches = [data.batches for data in drawn]
+        batches = list(map(batches_of, drawn))
         pool = self.lengths or [n for step in batches for batch in step for lens in batch for n in lens]
         draw = Draw(self.planning, batches, pool, args.seed, args.max_tokens_per_rank)
 
         def alone(data: StepData, own_share: float = 1.0, same_samples: bool = True) -> VariantStep:
             """Without a balancer."""
-            plans = [self.planning.home(batch) for batch in data.batches]
+            plans = list(map(self.planning.home, batches_of(data)))
             return VariantStep(data, Step(plans, own_share), same_samples=same_samples)
 
         def of_other(alternative: Alternative) -> Iterator[VariantStep]:
@@ -143,10 +139,8 @@ class Simulation:
                 if alternative.degree:
                     yield VariantStep(drawn[number], step, followed=True)
                 else:
-                    ranks = range(self.num_ranks)
-                    sizes = [
-                        [list(map(self._sample_of, plan.chunk_lens[rank])) for plan in step.plans] for rank in ranks
-                    ]
+                    lens = zip(*(plan.chunk_lens for plan in step.plans), strict=True)
+                    sizes = [[list(map(self._sample_of, of)) for of in of_rank] for of_rank in lens]
                     yield alone(self._seeded(number, sizes), step.own_share, same_samples=False)
 
         found: dict[str, Iterator[VariantStep]] = {NO_BALANCER: map(alone, drawn)}
@@ -160,7 +154,7 @@ class Simulation:
             whole = planned_whole(f"g1n{self.num_ranks}", routed=False, beside=at_home(draw))
             planned = whole(replace(draw, planning=replace(self.planning, cluster=cluster)))
             found[PLANNED_STEP] = (
-                alone(data.as_planned(step.plan.fill_ranks())) for data, step in zip(drawn, planned, strict=True)
+                alone(as_planned(data, step.plan.fill_ranks())) for data, step in zip(drawn, planned, strict=True)
             )
         for steps in zip(*found.values(), strict=False):
             yield dict(zip(found, steps, strict=True))

@@ -59,7 +59,7 @@ def simulate(simulation: Simulation, device: torch.device) -> None:
                 kept.append(ways)
             # Variants that compute the same samples in the same place share their tensors.
             data = {id(way.data): way.data for way in ways.values()}
-            batches = {key: _batches(config, of.samples[rank], device, dtype) for key, of in data.items()}
+            batches = {key: _batches(config, of[rank], device, dtype) for key, of in data.items()}
             for turn in range(len(names) * (args.repeats if timed else 1)):
                 variant = (turn + step) % len(names)
                 way = ways[names[variant]]
