@@ -71,8 +71,8 @@ def memory_of_plans(args: argparse.Namespace) -> list[dict[str, Any]]:
     import torch.distributed as dist
     from knapformer.adapters.named import build_model, load_config, random_batch
     from knapformer.models import init_weights, set_checkpointing
-    from knapformer.tools.cli_args import trained_model
     from knapformer.tools.doctor.memory import MemoryModel
+    from knapformer.tools.settings import trained_model
 
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     scale = 3072 / D_MODEL  # of FLUX, so that attention has the same share of the work

@@ -296,8 +296,8 @@ def memory(args: argparse.Namespace) -> None:
     """Of whole FLUX with as many tokens as joint's fullest rank holds with nested bags, and without a balancer."""
     import torch
     from knapformer.adapters.named import load_config, random_batch
-    from knapformer.tools.cli_args import trained_model
     from knapformer.tools.doctor.memory import MemoryModel
+    from knapformer.tools.settings import trained_model
 
     from knapformer import Sample
 

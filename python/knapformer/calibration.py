@@ -86,19 +86,15 @@ class Calibration:
         gamma = self.gamma * self._trained.attention_passes / self._trained.token_passes
         return self.seconds_per_flop * WorkloadModel(gamma).work(seq_len, self.d_model, self.mask)
 
-    def cluster_fields(self) -> dict[str, float]:
-        """The fields of a Cluster that were measured."""
+    def cluster(self, of: Cluster | None = None) -> Cluster:
+        """`of` (default: Cluster()), with the fields that were measured here in place of its own."""
         fields = {"flops_per_s": self.flops_per_s}
         for name, cost in (("node", self.node), ("network", self.network)):
             if cost is not None:
                 fields |= {f"{name}_latency_s": cost.latency_s, f"{name}_bytes_per_s": cost.bytes_per_s}
         if self.fixed is not None:
             fields["fixed_s"] = self.fixed.seconds
-        return fields
-
-    def cluster(self, of: Cluster | None = None) -> Cluster:
-        """`of` (default: Cluster()), with the fields that were measured here in place of its own."""
-        return (of or Cluster()).replace(**self.cluster_fields())
+        return (of or Cluster()).replace(**fields)
 
     def far_from(
         self, d_model: int, longest: int | None = None, device: str | None = None, masks: Iterable[str] = ()

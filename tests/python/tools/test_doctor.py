@@ -11,12 +11,12 @@ import torch
 from knapformer.adapters.named import build_model, load_config, random_batch
 from knapformer.calibration import FixedCost
 from knapformer.tools.cli import _parser, main
-from knapformer.tools.cli_args import settings_dict
 from knapformer.tools.doctor.alternatives import alternatives, gain, ranked, sharing, simulate, static_sharing
 from knapformer.tools.doctor.memory import MemoryModel
 from knapformer.tools.draws import Source
 from knapformer.tools.lengths import micro_batches_of_step
 from knapformer.tools.presets import PRESETS
+from knapformer.tools.settings import settings_dict
 from knapformer.tools.ways import Draw, Planning, Step
 
 import knapformer as kf

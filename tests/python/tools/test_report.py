@@ -75,7 +75,7 @@ def test_a_step_is_drawn_by_its_longest_micro_batch(tmp_path):
     step, shown = kf.Plan.from_json(path.read_text()), page.read_text()
     step_s = [kf.predict_step(of).total_s for of in step.plans]
     longest = step_s.index(max(step_s))
-    assert f"of 3 micro-batches number {longest}, which" in shown and f"Predicted step: {sum(step_s):.3g} s" in shown
+    assert f"of 3 micro-batches number {longest}, which" in shown and f"Predicted: {sum(step_s):.4g} s a step" in shown
 
 
 def test_a_missing_package_is_named(monkeypatch, tmp_path, capsys):

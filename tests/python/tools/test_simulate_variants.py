@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from knapformer.adapters.named import load_config
-from knapformer.tools.cli_args import trained_model
+from knapformer.tools.settings import trained_model
 from knapformer.tools.simulate.results import Variant, figures, sentences
 from knapformer.tools.simulate.steps import Simulation, StepData, VariantStep, batches_of
 from knapformer.tools.simulate.worker import balancer_of

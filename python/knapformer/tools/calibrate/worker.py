@@ -22,7 +22,6 @@ from knapformer.calibration import Calibration, ExchangeCost
 from knapformer.models.parallel import DTYPES
 from knapformer.models.step import PackedStep
 from knapformer.tools.calibrate.fit import MAX_EXCHANGE_ERROR, calibration_of, error_warnings, fit_exchange, fit_fixed
-from knapformer.tools.cli_args import trained_model
 from knapformer.tools.files import Progress, show, table_of, write_json
 from knapformer.tools.measure.blocks import (
     BlockKind,
@@ -34,6 +33,7 @@ from knapformer.tools.measure.blocks import (
 )
 from knapformer.tools.measure.environment import default_dtype, device_name, environment
 from knapformer.tools.measure.timing import Work, measured_rounds
+from knapformer.tools.settings import trained_model
 from knapformer.tools.ways import Planning
 
 _NUM_STEP_LENGTHS = 5

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from knapformer import ArgumentError, Cluster
-from knapformer.tools import cli_args
+from knapformer.tools import cli_args, settings
 from knapformer.tools.cli_args import add
 from knapformer.tools.doctor.alternatives import Result, alternatives, baselines, ranked, sharing, simulate
 from knapformer.tools.doctor.findings import Findings
@@ -81,7 +81,7 @@ def _columns(text: str) -> dict[str, str]:
 def run(args: argparse.Namespace) -> int:
     """Returns the exit status."""
     preset = PRESETS[args.model]
-    planning = cli_args.planning(
+    planning = settings.planning(
         args, model=preset.trained_model(), own_fixed=True, d_model=args.d_model or preset.d_model, effort="low"
     )
     source = Source(args, args.ranks, preset, args.columns)
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
         memory, fit = _memory(args, source, preset, planning)
         max_tokens = min(filter(None, (fit, args.max_tokens_per_rank)), default=0)
         draw = Draw(planning, source.batches(args.micro_batches), source.pool, args.seed, max_tokens)
-        cli_args.warn_if_far(args, planning, [[list(source.pool)]])
+        settings.warn_if_far(args, planning, [[list(source.pool)]])
         ranking, results = ranked(draw), list[Result]()
         for alternative in alternatives(draw, sharing(ranking)):
             progress.describe(f"simulating {alternative.name}")

@@ -13,7 +13,6 @@ from typing import Any
 
 from knapformer import TopologyOption, attention_pairs
 from knapformer._core import DEFAULT_GAMMA
-from knapformer.tools import cli_args
 from knapformer.tools.doctor.alternatives import MAX_BATCHES, Result, gain
 from knapformer.tools.doctor.memory import MemoryModel
 from knapformer.tools.doctor.verdict import Verdict
@@ -21,6 +20,7 @@ from knapformer.tools.draws import Source
 from knapformer.tools.files import cells_of, show, table_of
 from knapformer.tools.lengths import has_masks
 from knapformer.tools.presets import DEFAULT_PRESET, Preset
+from knapformer.tools.settings import assumed, settings_dict
 from knapformer.tools.ways import Draw, heads_text
 
 _HEADINGS = ("step s", "speed", "hours", "wait", "GB", "GiB")
@@ -121,7 +121,7 @@ class Findings:
             "mask": planning.mask,
             "share_of_pairs": self.share_of_pairs,
             "max_tokens_that_fit": draw.max_tokens or None,
-            **cli_args.settings_dict(planning),
+            **settings_dict(planning),
             "alternatives": [
                 {"key": of.alternative.key, "change": of.alternative.change, "effect": of.alternative.effect, **row}
                 for of, row in zip(self.results, self.figures, strict=True)
@@ -222,7 +222,7 @@ class Findings:
         default = ", the default of --model" if preset.name == DEFAULT_PRESET else ""
         limit = f"at most {draw.max_tokens:,} tokens on a rank" if draw.max_tokens else "memory is not limited"
         lines = [
-            cli_args.assumed(self.args, draw.planning, limit),
+            assumed(self.args, draw.planning, limit),
             f"Model: {preset.name}{default}, of width {draw.planning.d_model}. {len(draw.batches)} steps of "
             f"{source.num_ranks:,} ranks are simulated, of {draw.micro_batches} micro-batches of "
             f"{digits(draw.batch_size)} samples a rank; ranks wait for each other in every one, as under FSDP2.",

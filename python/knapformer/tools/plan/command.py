@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from knapformer import ArgumentError, Cluster, DataMix, Plan, Topology
-from knapformer.tools import cli_args
+from knapformer.tools import cli_args, settings
 from knapformer.tools.cli_args import DRAW, add
 from knapformer.tools.draws import Source
 from knapformer.tools.files import cells_of, show, table_of, write, write_json
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> None:
             if topology != "auto":
                 Topology(topology_for(topology, draw.num_ranks), draw.num_ranks)
     lengths = draws[0].batches[0]
-    cli_args.warn_if_far(args, planning, lengths)
+    settings.warn_if_far(args, planning, lengths)
     has_sequences = any(lens for of_ranks in lengths for lens in of_ranks)
     if args.predictions is not None and not has_sequences:
         raise ArgumentError("--predictions: got one where nothing is predicted, expected sequences")
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> None:
     if args.report is not None:
         from knapformer.tools.plan.report import write_report
 
-        write_report(args.report, plan, heads)
+        write_report(args.report, plan, _plan_text(plan), heads)
     write(args.json, plan.to_json())
     if args.predictions is not None:
         options = ("micro_batches", "max_tokens_per_rank", "seed")
@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> None:
             "num_steps": args.steps,
             **{name: getattr(args, name) for name in options},
             "peak_tflops": _peak_tflops(args),
-            **cli_args.settings_dict(planning),
+            **settings.settings_dict(planning),
             "points": points,
         })  # fmt: skip
     if "-" in (args.json, args.predictions):
@@ -126,15 +126,15 @@ def run(args: argparse.Namespace) -> None:
     show(*filter(None, [heads]))
     if points:
         _print_points(points, args.steps)
-    show(cli_args.assumed(args, planning))
+    show(settings.assumed(args, planning))
 
 
 def _planning(args: argparse.Namespace) -> Planning:
     if args.model is None:
-        return cli_args.planning(args, d_model=args.d_model or _D_MODEL)
+        return settings.planning(args, d_model=args.d_model or _D_MODEL)
     preset = PRESETS[args.model]
     model = preset.trained_model().replace(routed=True)
-    return cli_args.planning(args, model=model, d_model=args.d_model or preset.d_model)
+    return settings.planning(args, model=model, d_model=args.d_model or preset.d_model)
 
 
 def topology_for(text: str, num_ranks: int) -> str:

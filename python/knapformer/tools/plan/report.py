@@ -25,20 +25,16 @@ _PAGE = """<!DOCTYPE html>
 """
 
 
-def write_report(path: str, plan: Plan, heads: str = "") -> None:
-    """Writes the picture of a plan; of a step of several micro-batches, of the one that takes longest. heads: what it
-    says of them.
+def write_report(path: str, plan: Plan, *said: str) -> None:
+    """Writes the picture of a plan; of a step of several micro-batches, of the one that takes longest. said: of the
+    plan, in words.
 
     Raises ArgumentError, OSError.
     """
     if plan.num_tokens == 0:
         raise ArgumentError("plan: got one without sequences, expected at least one sequence to report on")
-    title, moved = f"{plan.num_ranks:,} ranks, {plan.topology}", plan.tokens_moved / plan.num_tokens
-    lines = [
-        f"{plan.num_sequences:,} sequences, {plan.num_tokens:,} tokens, of which {moved:.1%} change ranks. Predicted "
-        f"step: {plan.predicted_time:.3g} s, {plan.predicted_time / plan.ideal_time - 1:.2%} over ideal.",
-        *filter(None, [heads]),
-    ]
+    title = f"{plan.num_ranks:,} ranks, {plan.topology}"
+    lines = [*filter(None, said), f"{plan.num_sequences:,} sequences, {plan.num_tokens:,} tokens."]
     if plan.num_micro_batches > 1:
         longest = max(range(plan.num_micro_batches), key=plan.predicted_times.__getitem__)
         lines.append(f"Drawn: of {plan.num_micro_batches} micro-batches number {longest}, which takes longest.")

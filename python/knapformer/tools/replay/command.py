@@ -12,7 +12,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from knapformer import ArgumentError, Plan, Topology
-from knapformer.tools import cli_args
+from knapformer.tools import cli_args, settings
 from knapformer.tools.cli_args import DRAW, add
 from knapformer.tools.draws import Source
 from knapformer.tools.files import Progress, cells_of, show, table_of, write_json
@@ -61,14 +61,14 @@ def run(args: argparse.Namespace) -> None:
     device = use_device(args.device)
     args.model = args.model or _DEFAULT_MODELS[device.type]
     config, dtype = load_config(args.model), args.dtype or default_dtype(device)
-    planning = cli_args.planning(args, d_model=config.d_model, mask=config.mask)
+    planning = settings.planning(args, d_model=config.d_model, mask=config.mask)
     # Costs that do not follow from a plan are either measured here or not known.
     cluster = planning.cluster.replace(fixed_s=0.0, host_s_per_piece=0.0)
-    model = cli_args.trained_model(config, DTYPES[dtype], args.recomputes, of=planning.model)
+    model = settings.trained_model(config, DTYPES[dtype], args.recomputes, of=planning.model)
     planning = replace(planning, cluster=cluster, model=model)
     ways = _ways(args, config, planning)
     lens = [plan.seq_lens for steps in ways.values() for step in steps for plan in step.plans]
-    cli_args.warn_if_far(args, planning, lens, device_name(device))
+    settings.warn_if_far(args, planning, lens, device_name(device))
 
     mode = "lora" if model.mode == "lora" else "training"
     replayer = Replayer(config, device, DTYPES[dtype], args.recomputes, mode)
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> None:
         "gamma": planning.gamma,
         "peak_tflops": args.peak_tflops,
         "noise": noise,
-        "cluster": cli_args.settings_dict(planning),
+        "cluster": settings.settings_dict(planning),
         "variants": variants,
         "environment": environment(device),
     })  # fmt: skip
@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> None:
         ),
         "Corr.: correlation of ranks' measured seconds with their planned work (- where the work is even). Spread: "
         "standard deviation of the seconds per planned FLOP, over their mean." + noise_text,
-        cli_args.assumed(args, planning),
+        settings.assumed(args, planning),
     )
 
 

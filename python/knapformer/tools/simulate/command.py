@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from knapformer import ArgumentError
-from knapformer.tools import cli_args
+from knapformer.tools import cli_args, settings
 from knapformer.tools.cli_args import add, refuse
 from knapformer.tools.draws import mix_and_ranks
 from knapformer.tools.launch import check_ranks, run_on_ranks
@@ -59,8 +59,8 @@ def run(args: argparse.Namespace) -> None:
     else:
         refuse(args, ("--scale", "--max-text-tokens"), "--lengths")
     config = load_config(args.model)
-    of = cli_args.planning(args, own_fixed=True, d_model=config.d_model, mask=config.mask)
-    trained = cli_args.trained_model(config, None, args.recomputes, of=of.model)
+    of = settings.planning(args, own_fixed=True, d_model=config.d_model, mask=config.mask)
+    trained = settings.trained_model(config, None, args.recomputes, of=of.model)
     model = trained.replace(num_parameters=0.0, mode="lora" if trained.mode == "lora" else "training")
     if config.text_limit is not None and args.max_text_tokens > config.text_limit:
         expected = f"at most {config.text_limit}, which the model takes"
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> None:
     mix = None if args.data is None else mix_and_ranks(args, num_ranks)[0]
     lengths = () if args.lengths is None else lengths_of(args.lengths)
     simulation = Simulation(args, config, replace(of, model=model), num_ranks, mix, lengths)
-    cli_args.warn_if_far(args, simulation.planning, batches_of(simulation.draw(0)))
+    settings.warn_if_far(args, simulation.planning, batches_of(simulation.draw(0)))
 
     def work(device: torch.device) -> None:
         from knapformer.tools.simulate.worker import simulate

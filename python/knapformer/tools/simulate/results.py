@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from knapformer import TrainedModel, predict_step
-from knapformer.tools.cli_args import settings_of
 from knapformer.tools.files import cells_of, show, table_of, write_json
 from knapformer.tools.simulate.steps import Simulation
 from knapformer.tools.ways import NO_BALANCER, Step, measured
@@ -109,7 +108,8 @@ def report(
             if of.get(name, 0.0) > limit:
                 raise RuntimeError(f"{of['name']}: {name}: got {of[name]:.2g}, expected at most {limit:.2g}")
     summary = sentences(of_variants)
-    settings = settings_of(args) | {
+    options = {name: of for name, of in vars(args).items() if name not in ("run", "default_of", "argv", "command")}
+    settings = options | {
         "num_ranks": simulation.num_ranks, "num_lengths": len(simulation.lengths), "model": simulation.model.to_dict(),
         "mode": model.mode, "shard_ranks": model.shard_ranks, "cluster": planning.cluster.to_dict(),
     }  # fmt: skip
