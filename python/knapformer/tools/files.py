@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import json
 import os
+import shutil
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -54,16 +55,33 @@ def write_json(path: str | None, value: Any) -> None:
 
 
 def write(path: str | None, text: str) -> None:
-    """To standard output for '-', nowhere for None. Raises OutputError."""
+    """To standard output for '-', nowhere for None. Who reads a regular file finds the old content or the new, never a
+    part. A link stays. Raises OutputError."""
+    if path is None:
+        return
     if path == "-":
         print(text)
-    elif path is not None:
-        try:
+        return
+    try:
+        if os.path.exists(path) and not os.path.isfile(path):  # a device or a pipe
             Path(path).write_text(f"{text}\n", encoding="utf-8")
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            raise OutputError(error.errno, error.strerror, path) from error
+        else:
+            _replace(os.path.realpath(path), f"{text}\n")
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputError(error.errno, error.strerror, path) from error
+
+
+def _replace(target: str, text: str) -> None:
+    temporary = Path(f"{target}.{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        if os.path.exists(target):
+            shutil.copymode(target, temporary)
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def cells_of(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, str]:

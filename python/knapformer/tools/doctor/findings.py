@@ -25,8 +25,8 @@ from knapformer.tools.ways import Draw, heads_text
 
 _HEADINGS = ("step s", "speed", "hours", "wait", "GB", "GiB")
 _TOPOLOGY = {
-    "topology": "topology:", "predicted s": "predicted_time_s:.4g", "over ideal": "more:.1%",
-    "exchanged": "exchanged_fraction:.1%", "fullest rank": "fullest:",
+    "topology": "topology:", "predicted s": "predicted_time_s:.4g", "over ideal": "over_ideal:.3f",
+    "exchanged": "exchanged_fraction:.1%", "fullest rank": "max_tokens_over_mean:.2f",
 }  # fmt: skip
 
 
@@ -84,19 +84,20 @@ class Findings:
         left = sum(count * attention_pairs(mask_of(length), length) for length, count in counts.items())
         return left / sum(count * length**2 for length, count in counts.items())
 
-    @cached_property
+    @property
     def topologies(self) -> list[dict[str, Any]]:
         """Best first. Of those that cannot be planned the figures are None."""
-        return [self._topology(option) for option in self.ranking]
 
-    def _topology(self, of: TopologyOption) -> dict[str, Any]:
-        figures: dict[str, float | None] = {
-            "predicted_time_s": of.predicted_time, "over_ideal": of.efficiency_loss,
-            "exchanged_fraction": of.exchanged_fraction, "max_tokens_over_mean": of.max_tokens_over_mean,
-        }  # fmt: skip
-        if not math.isfinite(of.predicted_time):
-            figures = dict.fromkeys(figures)
-        return {"topology": of.topology, **figures, "reason": of.reason}
+        def row(of: TopologyOption) -> dict[str, Any]:
+            figures: dict[str, float | None] = {
+                "predicted_time_s": of.predicted_time, "over_ideal": of.efficiency_loss,
+                "exchanged_fraction": of.exchanged_fraction, "max_tokens_over_mean": of.max_tokens_over_mean,
+            }  # fmt: skip
+            if not math.isfinite(of.predicted_time):
+                figures = dict.fromkeys(figures)
+            return {"topology": of.topology, **figures, "reason": of.reason}
+
+        return list(map(row, self.ranking))
 
     def to_dict(self) -> dict[str, Any]:
         source, draw, verdict, planning = self.source, self.draw, self.verdict, self.draw.planning
@@ -162,20 +163,14 @@ class Findings:
                 more = "" if ratio == "1" else f" (here {ratio} times as many samples)"
                 parts.append(f"{result.alternative.name}: {result.alternative.effect}{more}.")
         if self.args.topologies:
-            parts += ["", "Topologies of bags, best first:", self._table_of_topologies()]
+            rows = (cells_of(of, _TOPOLOGY) for of in self.topologies)
+            caption = (
+                f"Seconds of a micro-batch planned alone, mean over at most {MAX_BATCHES}, and over the ideal ones. "
+                "Exchanged: of the tokens, in each all-to-all of attention. Fullest rank: its tokens over the mean."
+            )
+            parts += ["", "Topologies of bags, best first:", table_of(rows, left="topology", caption=caption)]
             parts += [f"{of['topology']}: {of['reason']}." for of in self.topologies]
         show(*parts, "", *self._assumed())
-
-    def _table_of_topologies(self) -> Any:
-        caption = (
-            f"Seconds of a micro-batch planned by itself, mean over at most {MAX_BATCHES}. Exchanged: of the tokens, "
-            "in each all-to-all of attention. Fullest rank: tokens over the mean."
-        )
-        rows = ({
-            **of, "more": of["over_ideal"] and of["over_ideal"] - 1,
-            "fullest": of["max_tokens_over_mean"] and f"{of['max_tokens_over_mean']:.2f} x mean",
-        } for of in self.topologies)  # fmt: skip
-        return table_of((cells_of(row, _TOPOLOGY) for row in rows), left="topology", caption=caption)
 
     def _what_to_change(self) -> str:
         """In code where it is this project's."""
