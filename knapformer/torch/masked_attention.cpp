@@ -6,8 +6,10 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/logaddexp.h>
+#include <ATen/ops/sigmoid.h>
 #include <ATen/ops/zeros.h>
-#include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
@@ -21,8 +23,8 @@
 namespace knapformer {
 namespace {
 
-/// Queries that see moving ranges are computed so many at a time: at most half as many keys more than they see.
-constexpr int64_t kMovingQueries = 256;
+/// Of queries whose ranges move, at most so many are computed together with the keys that only some of them see.
+constexpr int64_t kMovingQueries = 128;
 
 MaskRun run_from(const int64_t* row, int64_t num_columns) {
   MaskRun run{.num_queries = row[0], .keys = {}};
@@ -30,14 +32,6 @@ MaskRun run_from(const int64_t* row, int64_t num_columns) {
     if (r[1] > r[0]) run.keys.push_back({.first = r[0], .end = r[1], .first_moves = r[2] != 0, .end_moves = r[3] != 0});
   }
   return run;
-}
-
-/// The keys that some of these queries see: in each range from the first query's first key to the last one's end.
-std::vector<KeyRange> hull_of(const MaskRun& run) {
-  std::vector<KeyRange> hull;
-  for (const KeyRange& range : run.keys)
-    hull.push_back({.first = range.first, .end = range.end + (range.end_moves ? run.num_queries - 1 : 0)});
-  return hull;
 }
 
 /// What is added to the scores of (queries, keys of the hull): 0 where a query sees a key, else -inf.
@@ -59,10 +53,12 @@ at::Tensor padded(const at::Tensor& tensor, int64_t width) {
   return tensor.size(2) == width ? tensor : at::constant_pad_nd(tensor, {0, width - tensor.size(2)});
 }
 
-/// Consecutive queries, the keys that some of them see, and what is added to their scores; undefined: they see all.
+/// Consecutive queries and keys. All queries see all keys, or as score_mask says, which is added to their scores; or,
+/// where is_causal, the first query sees the first key, the second one two, and so on.
 struct Tile {
   int64_t first_query = 0, num_queries = 0;
   std::vector<KeyRange> keys = {};
+  bool is_causal = false;
   std::optional<at::Tensor> score_mask = std::nullopt;
 
   /// (1, heads, queries, width)
@@ -84,21 +80,49 @@ struct Tile {
   }
 };
 
-/// Visits tiles that have each query with keys once.
-void for_each_tile(const at::Tensor& q, const at::Tensor& runs, const std::function<void(const Tile&)>& visit) {
+using VisitTile = std::function<void(const Tile&)>;
+
+/// Visits tiles that have each pair of a run once: one of all its queries with the keys that all of them see; then, for
+/// the other keys, those of either half of the queries. At most kMovingQueries are one tile, with a mask.
+void for_each_tile(const MaskRun& run, int64_t first_query, at::ScalarType dtype, const VisitTile& visit) {
+  const int64_t moved = run.num_queries - 1;
+  Tile all{.first_query = first_query, .num_queries = run.num_queries}, some = all;
+  MaskRun others{.num_queries = run.num_queries, .keys = {}};
+  for (const KeyRange& range : run.keys) {
+    // One key that all see stays beside an end that moves: so no query sees none of the others.
+    const KeyRange seen{.first = range.first + (range.first_moves ? moved + 1 : 0),
+                        .end = range.end - (range.end_moves ? 1 : 0)};
+    if (seen.first >= seen.end) {
+      others.keys.push_back(range);
+      continue;
+    }
+    all.keys.push_back(seen);
+    if (range.first_moves) others.keys.push_back({.first = range.first, .end = seen.first, .first_moves = true});
+    if (range.end_moves) others.keys.push_back({.first = seen.end, .end = range.end, .end_moves = true});
+  }
+  if (!all.keys.empty()) visit(all);
+  if (others.keys.empty()) return;
+  if (run.num_queries > kMovingQueries) {
+    const int64_t half = (run.num_queries / kMovingQueries + 1) / 2 * kMovingQueries;
+    for_each_tile(others.part(0, half), first_query, dtype, visit);
+    for_each_tile(others.part(half, run.num_queries - half), first_query + half, dtype, visit);
+    return;
+  }
+  for (const KeyRange& range : others.keys)
+    some.keys.push_back({.first = range.first, .end = range.end + (range.end_moves ? moved : 0)});
+  const KeyRange& range = others.keys[0];
+  some.is_causal = others.keys.size() == 1 && range.end == range.first + 1 && !range.first_moves && range.end_moves;
+  if (!some.is_causal) some.score_mask = mask_of(others, some.keys, dtype);
+  visit(some);
+}
+
+/// Visits the tiles of all runs.
+void for_each_tile(const at::Tensor& q, const at::Tensor& runs, const VisitTile& visit) {
   int64_t first_query = 0;
   for (int64_t r = 0; r < runs.size(0) && q.size(1) > 0; ++r) {
     const MaskRun run = run_from(runs.const_data_ptr<int64_t>() + r * runs.size(1), runs.size(1));
-    const bool moves =
-        std::ranges::any_of(run.keys, [](const KeyRange& range) { return range.first_moves || range.end_moves; });
-    for (int64_t from = 0, count = 0; from < run.num_queries; from += count, first_query += count) {
-      count = moves ? std::min(kMovingQueries, run.num_queries - from) : run.num_queries;
-      if (run.keys.empty()) continue;
-      const MaskRun part = run.part(from, count);
-      Tile tile{.first_query = first_query, .num_queries = count, .keys = hull_of(part)};
-      if (moves) tile.score_mask = mask_of(part, tile.keys, q.scalar_type());
-      visit(tile);
-    }
+    for_each_tile(run, first_query, q.scalar_type(), visit);
+    first_query += run.num_queries;
   }
 }
 
@@ -109,14 +133,17 @@ class AttentionOfTiles : public torch::autograd::Function<AttentionOfTiles> {
   /// q, k, v: (rows, heads, width) with the same heads and width. runs: MaskTables::runs.
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& q, const at::Tensor& k,
                             const at::Tensor& v, const at::Tensor& runs, double scale) {
-    const at::Tensor o = at::zeros_like(q, at::MemoryFormat::Contiguous);
-    const at::Tensor log_sum_exp = at::zeros({1, q.size(1), q.size(0)}, q.options().dtype(wide(q.scalar_type())));
+    const at::TensorOptions sums = q.options().dtype(wide(q.scalar_type()));
+    at::Tensor o = at::zeros(q.sizes(), sums);
+    const at::Tensor log_sum_exp = at::full({1, q.size(1), q.size(0)}, -std::numeric_limits<double>::infinity(), sums);
     for_each_tile(q, runs, [&](const Tile& tile) {
       const auto [own, own_sum] = at::_scaled_dot_product_flash_attention_for_cpu(
-          tile.queries_of(q), tile.keys_of(k), tile.keys_of(v), 0.0, /*is_causal=*/false, tile.score_mask, scale);
-      tile.queries_of(o).copy_(own);
-      log_sum_exp.narrow(2, tile.first_query, tile.num_queries).copy_(own_sum);
+          tile.queries_of(q), tile.keys_of(k), tile.keys_of(v), 0.0, tile.is_causal, tile.score_mask, scale);
+      const at::Tensor sum = log_sum_exp.narrow(2, tile.first_query, tile.num_queries);
+      tile.queries_of(o).lerp_(own.to(o.scalar_type()), at::sigmoid(own_sum - sum).unsqueeze(-1));
+      sum.copy_(at::logaddexp(sum, own_sum));
     });
+    o = o.to(q.scalar_type());
     context->save_for_backward({q, k, v, o, log_sum_exp, runs});
     context->saved_data["scale"] = scale;
     return o;
@@ -130,17 +157,17 @@ class AttentionOfTiles : public torch::autograd::Function<AttentionOfTiles> {
     const auto sums_for = [&](const at::Tensor& rows) {
       return at::zeros(rows.sizes(), rows.options().dtype(wide(rows.scalar_type())));
     };
-    const at::Tensor of_q = at::zeros_like(q, at::MemoryFormat::Contiguous), of_k = sums_for(k), of_v = sums_for(v);
+    const at::Tensor of_q = sums_for(q), of_k = sums_for(k), of_v = sums_for(v);
     for_each_tile(q, runs, [&](const Tile& tile) {
       const auto [q_part, k_part, v_part] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
           tile.queries_of(of_o), tile.queries_of(q), tile.keys_of(k), tile.keys_of(v), tile.queries_of(o),
-          log_sum_exp.narrow(2, tile.first_query, tile.num_queries), 0.0, /*is_causal=*/false, tile.score_mask,
+          log_sum_exp.narrow(2, tile.first_query, tile.num_queries), 0.0, tile.is_causal, tile.score_mask,
           context->saved_data["scale"].toDouble());
-      tile.queries_of(of_q).copy_(q_part);
+      tile.queries_of(of_q).add_(q_part);
       tile.add_keys_to(of_k, k_part);
       tile.add_keys_to(of_v, v_part);
     });
-    return {of_q, of_k.to(k.scalar_type()), of_v.to(v.scalar_type()), at::Tensor(), at::Tensor()};
+    return {of_q.to(q.scalar_type()), of_k.to(k.scalar_type()), of_v.to(v.scalar_type()), at::Tensor(), at::Tensor()};
   }
 
  private:

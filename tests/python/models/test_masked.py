@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from knapformer.models.attention import PackedAttention
 from masks import dense_mask, random_mask
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from knapformer import ArgumentError, attention_pairs
@@ -62,7 +64,7 @@ def test_a_mask_is_the_dense_one(mask: str, kv_heads: int, value_dim: int) -> No
 
 @pytest.mark.parametrize("seed", range(20))
 def test_mixtures_of_masks_are_the_dense_ones(seed: int) -> None:
-    """Sequences of up to 700 tokens: ranges that move are computed in blocks of 256 queries."""
+    """Sequences of up to 700 tokens: ranges that move are halved down to 128 queries."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
     lens = [draw.choice([1, 3, 40, 300, 700]) for _ in range(draw.randint(1, 3))]
@@ -141,6 +143,33 @@ def test_other_ways_to_call_it(way: Callable[..., Callable[..., Tensor]]) -> Non
         out = way(lambda q, k, v: attend(q + 1, k, v) * 2)(*inputs)  # noqa: B023
         expected = 2 * dense_attention(inputs[0] + 1, *inputs[1:], packed_mask(lens, masks))
         torch.testing.assert_close(gradients(out, inputs), gradients(expected, inputs), rtol=1e-12, atol=1e-12)
+
+
+class Computed(TorchDispatchMode):
+    """Counts the (query, key) pairs that torch's attention gets, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs = [0, 0]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name.startswith("_scaled_dot_product_flash_attention_for_cpu"):
+            backward = name.endswith("backward")
+            q, k = args[backward : backward + 2]
+            self.pairs[backward] += q.shape[2] * k.shape[2]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("mask", "ends"), [("full", 0), ("causal", 1), ("prefix:300", 1), ("window:400:300", 2),
+                                            ("c700 f90 c800 f410", 1), ("c8 clean:4x249 noisy:4x249", 1)])  # fmt: skip
+def test_little_more_than_the_planned_pairs_is_computed(mask: str, ends: int) -> None:
+    """Half a tile of 128 queries and keys at each end that moves with the query."""
+    inputs, pairs = tensors(2000), attention_pairs(mask, 2000)
+    with Computed() as computed:
+        MaskedAttention([2000], [mask])(*inputs).sum().backward()
+    for count in computed.pairs:
+        assert pairs <= count <= pairs + 2000 * 64 * ends
 
 
 def test_no_long_sequence_has_all_its_scores_kept() -> None:
