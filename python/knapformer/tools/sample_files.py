@@ -129,7 +129,7 @@ class Columns:
         if "length" in value or self._preset is None:
             return _tokens(value["length"])
         width, height, frames = _size_of(value)
-        text = _integer(value.get("text", 0), "text", least=0)
+        text = _number(value.get("text", 0), "text", 0)
         if frames > 1 and not self._preset.is_video:
             default = ", the default" if self._preset.name == DEFAULT_PRESET else ""
             videos = ", ".join(preset.name for preset in PRESETS.values() if preset.is_video)
@@ -336,10 +336,11 @@ def _size_of(value: Mapping[str, Any]) -> tuple[int, int, int]:
     if "size" in value:
         width, height = _size(value["size"])
     else:
-        width, height = (_integer(value[of], of, least=1) for of in ("width", "height"))
+        width, height = (_number(value[of], of, 1) for of in ("width", "height"))
     if "fps" in value:
-        return width, height, max(1, round(_positive(value["fps"], "fps") * _positive(value["duration"], "duration")))
-    return width, height, _integer(value.get("frames", 1), "frames", least=1)
+        fps, seconds = (_number(value[of], of, 0.001, whole=False) for of in ("fps", "duration"))
+        return width, height, max(1, round(fps * seconds))
+    return width, height, _number(value.get("frames", 1), "frames", 1)
 
 
 def _size(value: Any) -> list[int]:
@@ -350,27 +351,17 @@ def _size(value: Any) -> list[int]:
         parts = re.split("[xX\u00d7]", value) if inner is None else inner[1].split(",")
     if not isinstance(parts, list | tuple) or len(parts) != 2:
         raise BadRowError(f"size: got {value!r}, expected WIDTHxHEIGHT or [width, height]")
-    return [_integer(part, "size", least=1) for part in parts]
+    return [_number(part, "size", 1) for part in parts]
 
 
-def _integer(value: Any, what: str, least: int | None = None) -> int:
-    """Takes integers written as floats too, as pandas writes a column of integers with a missing cell."""
-    number = value
-    if type(value) is not int:
-        with contextlib.suppress(TypeError, ValueError):
-            number = float(value)
-        if isinstance(value, bool) or not isinstance(number, float) or not number.is_integer():
-            raise BadRowError(f"{what}: got {value!r}, expected an integer")
-    if least is not None and number < least:
-        raise BadRowError(f"{what}: got {int(number)}, expected at least {least}")
-    return int(number)
-
-
-def _positive(value: Any, what: str) -> float:
-    with contextlib.suppress(TypeError, ValueError):
-        if math.isfinite(number := float(value)) and number > 0:
-            return number
-    raise BadRowError(f"{what}: got {value!r}, expected a number above 0")
+def _number(value: Any, what: str, least: float, whole: bool = True) -> Any:
+    """Integers may be written as floats, as pandas writes a column of integers with a missing cell."""
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        number = float(value)
+        fits = math.isfinite(number) and number >= least and (number.is_integer() or not whole)
+        if fits and not isinstance(value, bool):
+            return int(number) if whole else number
+    raise BadRowError(f"{what}: got {value!r}, expected {'an integer' if whole else 'a number'}, at least {least:g}")
 
 
 def _with_mask(tokens: int, mask: Any) -> int:
@@ -386,6 +377,6 @@ def _with_mask(tokens: int, mask: Any) -> int:
 
 
 def _tokens(length: Any) -> int:
-    if not 1 <= (tokens := _integer(length, "length")) <= MAX_SEQUENCE_TOKENS:
-        raise BadRowError(f"got {tokens} tokens, expected 1 to {MAX_SEQUENCE_TOKENS}")
-    return tokens
+    if (tokens := _number(length, "length", 1)) > MAX_SEQUENCE_TOKENS:
+        raise BadRowError(f"length: got {tokens}, expected at most {MAX_SEQUENCE_TOKENS}")
+    return int(tokens)

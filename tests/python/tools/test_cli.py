@@ -132,7 +132,7 @@ def test_wrong_input_is_one_line_and_status_2(
         (b"[[" + b"9" * 5000 + b"], []]", "not readable as JSON"),
         (b"{}", "got dict, expected a list"),
         (b"[1, 2]", "got lengths without ranks, expected a list for each rank, or a list of such batches"),
-        (b"[[1], [0]]", "rank 1: got 0 tokens, expected 1 to 2147483647"),
+        (b"[[1], [0]]", "rank 1: length: got 0, expected an integer, at least 1"),
         (b'[[1], ["' + b"x" * 100_000 + b'"]]', "', expected an integer"),
         (b"[[1], [2.5]]", "rank 1: length: got 2.5, expected an integer"),
         (b"[[NaN], [1]]", "rank 0: length: got nan"),

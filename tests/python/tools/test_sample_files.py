@@ -175,13 +175,13 @@ def test_bad_rows_are_counted_and_the_first_is_named(tmp_path):
     table.write_text("num_tokens\n256.0\n\n1e3\n256.5\nnan\ninf\n-4.0\n 7 \n2_0\n")
     samples = read_samples(str(table), None)
     assert (list(samples.lengths), samples.bad_rows) == ([256, 1000, 7, 20], 4)
-    assert samples.first_bad == "row 3: length: got '256.5', expected an integer"
+    assert samples.first_bad == "row 3: length: got '256.5', expected an integer, at least 1"
     path = tmp_path / "sizes.csv"
     path.write_text("w,h,n_frames\n512,512,1\n512,x,1\n0,512,1\n512\n1024,512,1\n8,8,1\n")
     samples = read_samples(str(path), PRESETS["flux"])
     assert list(samples.lengths) == [1024, 2048]
     assert samples.bad_rows == 4
-    assert samples.first_bad == "row 2: height: got 'x', expected an integer"
+    assert samples.first_bad == "row 2: height: got 'x', expected an integer, at least 1"
     lines = tmp_path / "lines.jsonl"
     lines.write_text('7\n{"a": 1}\n-3\n2.5\ntrue\nnonsense\n9\n')
     samples = read_samples(str(lines), None)

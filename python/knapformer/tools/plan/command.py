@@ -91,14 +91,13 @@ def run(args: argparse.Namespace) -> None:
     has_sequences = any(lens for of_ranks in lengths for lens in of_ranks)
     if args.predictions is not None and not has_sequences:
         raise ArgumentError("--predictions: got one where nothing is predicted, expected sequences")
-    made, points = list[Step](), list[Point]()  # of the last topology, for each number of ranks
+    made, points = list[Step](), list[Point]()
     for draw in draws:
         topologies = dict.fromkeys(_topology(draw, asked) for asked in args.topology)
         ways = usual_ways(draw, topologies, args.micro_batches is not None)
-        made.append([*ways.values()][-1][0])
+        made += [steps[0] for steps in ways.values()][-1:]  # the first step of the last topology
         points += [_point(steps, name, args) for name, steps in ways.items() if has_sequences]
-    plan = made[0].plan
-    heads = heads_text(draws[0], plan)
+    plan, heads = made[0].plan, heads_text(draws[0], made[0].plan)
     if args.report is not None:
         from knapformer.tools.plan.report import write_report
 
