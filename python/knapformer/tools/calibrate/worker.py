@@ -166,7 +166,7 @@ def _table(calibration: Calibration, times: BlockTimes) -> Group:
 
 def _sentences(calibration: Calibration) -> list[str]:
     found = [
-        f"gamma (the time of a FLOP of attention over that of another one) {calibration.gamma:.3f}, k "
+        f"gamma {calibration.gamma:.3f} (the time of a FLOP of attention over that of another one), k "
         f"{calibration.seconds_per_flop:.3e} s per FLOP (forward), which is "
         f"{calibration.flops_per_s / 1e12:.3g} TFLOP/s. The fit is off by {calibration.relative_rms_error:.1%} (RMS), "
         f"without gamma by {calibration.relative_rms_error_without_gamma:.1%}."
