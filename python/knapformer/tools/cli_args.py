@@ -70,43 +70,43 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "help": "lengths in tokens, a list for each rank, or a list of such batches: JSON, or a log of "
         "knapformer.record",
     },
-    "--topology": {"type": _word, "action": "append", "metavar": "T", "help": "may be given several times"},
+    "--topology": {"type": _word, "action": "append", "metavar": "T", "help": "bags, such as g8n4; may be repeated"},
     "--ranks": {"type": _RANKS, "metavar": "N"},
     "--micro-batches": {
         "type": integer(1, 1 << 12), "metavar": "K",
-        "help": "of an optimizer step, planned whole: a rank draws a batch for each",
+        "help": "micro-batches of an optimizer step: a rank draws a batch for each, and steps are planned whole, too",
     },
     "--max-tokens-per-rank": {
         "type": integer(1, 2**62), "default": 0, "metavar": "N",
-        "help": "that a rank may hold in a micro-batch (default: of a step planned whole, what the fullest rank holds "
-        "where it is not; else no limit)",
+        "help": "the most that a rank may hold in a micro-batch (default: no limit; of a step planned whole, what the "
+        "fullest rank holds where it is not)",
     },
-    "--model": {"default": "flux-demo", "metavar": "NAME|JSON", "help": "named configuration or file"},
-    "--seed": {"type": integer(0, 2**64 - 1), "default": 0, "help": "of the data (default 0)"},
-    "--scale": {"type": number(), "default": 1.0, "metavar": "F", "help": "divides the resolutions (default 1)"},
-    "--max-text-tokens": _count("of a sample of --data, at most", 392, low=0, high=1 << 20),
+    "--model": {"default": "flux-demo", "metavar": "NAME|JSON", "help": "a name (docs/commands.md), or a config.json"},
+    "--seed": {"type": integer(0, 2**64 - 1), "default": 0, "help": "of the random draw (default 0)"},
+    "--scale": {"type": number(), "default": 1.0, "metavar": "F", "help": "divides resolutions of --data (default 1)"},
+    "--max-text-tokens": _count("the most tokens of text in a sample of --data", 392, low=0, high=1 << 20),
     "--d-model": {"type": integer(1, 1 << 20), "metavar": "D", "help": "width, in features"},
     "--solver": {"default": solver_names()[0], "choices": solver_names(), "help": f"default {solver_names()[0]}"},
     "--effort": {
         "type": _effort, "default": "default", "metavar": "E",
-        "help": "of the balanced solver: low, default, high, or a number of moves",
+        "help": "how long the balanced solver searches: low, default, high, or a number of moves",
     },
     "--gamma": {
         "type": number(inclusive=True), "default": DEFAULT_GAMMA,
-        "help": f"attention's cost per FLOP (default {DEFAULT_GAMMA:g})",
+        "help": f"the time of a FLOP of attention over that of another one (default {DEFAULT_GAMMA:g})",
     },
-    "--calibration": {"metavar": "FILE", "help": "in place of --gamma: what knapformer calibrate --json measured"},
+    "--calibration": {"metavar": "FILE", "help": "what calibrate --json measured, in place of --gamma"},
     "--mask": {
-        "type": _word, "default": "full", "metavar": "M", "help": f"of all sequences: {MASK_FORMS} (default full)"
+        "type": _word, "default": "full", "metavar": "M", "help": f"attention's, {MASK_FORMS} (default full)"
     },
     "--cluster": {
         "metavar": "NAME|FILE",
         "help": f"{', '.join(Cluster.names())} (default {Cluster.names()[0]}), published (the paper's cluster and "
         "code), or a JSON file with fields of 'cluster' and 'model'",
     },
-    "--ranks-per-node": {"type": _RANKS, "metavar": "N", "help": "default 8"},
-    "--dtype": {"choices": ("bf16", "fp32", "fp64"), "help": "default: bf16 on CUDA, fp32 on the CPU"},
-    "--device": {"choices": ("auto", "cpu", "cuda"), "default": "auto", "help": "default auto"},
+    "--ranks-per-node": {"type": _RANKS, "metavar": "N", "help": "ranks on a node (default 8)"},
+    "--dtype": {"choices": ("bf16", "fp32", "fp64"), "help": "of the model (default: bf16 on CUDA, fp32 on the CPU)"},
+    "--device": {"choices": ("auto", "cpu", "cuda"), "default": "auto", "help": "default: CUDA if there are GPUs"},
     "--no-checkpoint": {
         "dest": "recomputes", "action": "store_false", "help": "keeps activations instead of recomputing blocks"
     },
@@ -114,12 +114,12 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "choices": ("training", "lora"),
         "help": "what trains: all parameters (default), or adapters of PEFT on a frozen base",
     },
-    "--steps": _count("timed", 10, high=10**9),
-    "--repeats": _count("of each measurement; medians", 3),
-    "--warmup": _count("before them", 1),
-    "--batch-size": _count("with --lengths: of a rank and micro-batch", 4),
+    "--steps": _count("steps that are timed", 10, high=10**9),
+    "--repeats": _count("repeats of each measurement, whose median counts", 3),
+    "--warmup": _count("repeats before them, which do not count", 1),
+    "--batch-size": _count("with --lengths: samples of a rank in a micro-batch", 4),
     "--peak-tflops": {
-        "type": number(), "metavar": "F", "help": "of a rank's device; reports HFU, where all parameters train"
+        "type": number(), "metavar": "F", "help": "peak of a rank's device: HFU is reported, too"
     },
     "--json": {"metavar": "FILE|-", "help": "writes the results as JSON"},
     "--report": {"metavar": "FILE", "help": "writes an HTML file that opens offline, with pictures"},

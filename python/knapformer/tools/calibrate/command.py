@@ -26,11 +26,11 @@ def add_parser(subparsers: Any) -> None:
         parser, "--lengths", type=cli_args.counts(1 << 24), metavar="N,N,...",
         help="tokens, such as 256,1024,4096 (default: 7 lengths, by the model's width)",
     )  # fmt: skip
-    add(parser, "--mask", default=None, help="that attention has where gamma is fitted (default: the model's)")
+    add(parser, "--mask", default=None, help="attention's where gamma is fitted (default: the model's)")
     ranks = "local ranks to start: with 2 or more the all-to-all between them is measured too (default 1)"
     add(parser, "--ranks", help=ranks)
-    add(parser, "--repeats", default=10, help="of each length (default 10)")
-    add(parser, "--warmup", default=2, help="before them (default 2)")
+    add(parser, "--repeats", default=10, help="rounds that are measured (default 10)")
+    add(parser, "--warmup", default=2, help="rounds before them, which do not count (default 2)")
     add(parser, *cli_args.RUN)
     add(parser, "--json", help="writes what --calibration of other commands takes")
 

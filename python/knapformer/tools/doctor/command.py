@@ -48,21 +48,21 @@ def add_parser(subparsers: Any) -> None:
         parser, "--batch-size", default=None,
         help="samples of a rank in a micro-batch, where none are drawn as --data or LENGTHS says (default 1)",
     )  # fmt: skip
-    add(parser, "--micro-batches", default=1, help="of an optimizer step (default 1)")
+    add(parser, "--micro-batches", default=1, help="micro-batches of an optimizer step (default 1)")
     keys = [of.key for of in baselines(8)]
     add(parser, "--now", default="as_drawn", choices=keys, help="what you do now (default as_drawn)")
     add(
         parser, "--memory-gib", type=cli_args.number(), metavar="F",
-        help="of an accelerator (default: of --cluster where it is named)",
+        help="memory of an accelerator (default: that of a named --cluster)",
     )  # fmt: skip
     add(
         parser, "--steps", type=cli_args.integer(2, 10**6), default=None,
-        help="that are simulated (default 20; fewer where a step has very many samples)",
+        help="steps that are simulated (default 20; fewer where one has very many samples)",
     )  # fmt: skip
     add(parser, *cli_args.DRAW)
     cli_args.add_gamma(parser)
     add(parser, "--d-model", help="width, in features (default: the --model's)")
-    limit = "that a rank may hold in a micro-batch (default: what fits in memory)"
+    limit = "the most that a rank may hold in a micro-batch (default: what fits in memory)"
     add(parser, "--max-tokens-per-rank", help=limit)
     add(parser, "--mask")
     cli_args.add_model_options(parser)

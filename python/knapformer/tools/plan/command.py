@@ -52,20 +52,20 @@ def add_parser(subparsers: Any) -> None:
     )  # fmt: skip
     add(
         parser, "--ranks", type=cli_args.counts(cli_args.MAX_RANKS), default=[None], metavar="N,N,...",
-        help="such as 32,128,512 (default: those of --data or --lengths)",
+        help="numbers of ranks, such as 32,128,512 (default: that of --data or --lengths)",
     )  # fmt: skip
     add(parser, "--micro-batches")
-    add(parser, "--steps", default=1, help="whose predicted times are averaged (default 1)")
+    add(parser, "--steps", default=1, help="steps whose predicted times are averaged (default 1)")
     add(parser, *DRAW, "--solver", "--effort")
     cli_args.add_gamma(parser)
     add(
         parser, "--model", default=None, choices=PRESETS, metavar=None,
-        help="whose width, blocks and heads a step has (default: FLUX's width and blocks; heads as if even)",
+        help="the model whose width, blocks and heads count (default: FLUX's, with heads that always divide)",
     )  # fmt: skip
     add(parser, "--d-model", help="width, in features (default: the --model's, or 3072)")
     add(parser, "--mask", "--max-tokens-per-rank")
     cli_args.add_model_options(parser)
-    add(parser, "--peak-tflops", help="of a rank's device, for HFU (default: the data sheet's of a named --cluster)")
+    add(parser, "--peak-tflops", help="peak of a rank's device, for HFU (default: of a named --cluster)")
     files = parser.add_argument_group(
         "files", "Of several topologies or numbers of ranks, the plan is that of the last topology on the first number."
     )

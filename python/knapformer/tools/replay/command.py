@@ -39,8 +39,8 @@ def add_parser(subparsers: Any) -> None:
     )  # fmt: skip
     add(parser.add_mutually_exclusive_group(required=True), "--data", "--lengths")
     add(parser, "--topology")
-    add(parser, "--ranks", help="with --data (default: those of the mix)")
-    add(parser, "--steps", default=1, help="of --data or --lengths (default 1)")
+    add(parser, "--ranks", help="number of ranks, with --data (default: that of the mix)")
+    add(parser, "--steps", default=1, help="steps of --data or --lengths (default 1)")
     add(parser, "--solver", *DRAW, "--micro-batches", "--max-tokens-per-rank", "--repeats", "--warmup")
     cli_args.add_gamma(parser)
     add(

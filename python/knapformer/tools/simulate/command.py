@@ -28,14 +28,14 @@ def add_parser(subparsers: Any) -> None:
     add(source, "--data")
     add(source, "--lengths", help="lengths of samples, as knapformer doctor reads them; batches are drawn of them")
     add(parser, "--batch-size")
-    add(parser, "--topology", default=[], help="of the balancer in the model; may be given several times")
+    add(parser, "--topology", default=[], help="bags of the balancer in the model; may be repeated")
     add(
         parser, "--way", action="append", default=[], choices=_WAYS,
         help="what others do, measured beside (static: sequence parallelism); may be given several times",
     )  # fmt: skip
     add(parser, "--ranks", help="local ranks to start")
     add(parser, "--micro-batches", "--max-tokens-per-rank", "--model", "--steps", "--solver")
-    add(parser, "--repeats", default=1, help="of each step, the best counts (default 1)")
+    add(parser, "--repeats", default=1, help="repeats of each step, of which the best counts (default 1)")
     add(parser, "--warmup", type=cli_args.integer(0, 10**9), default=2, help="steps before them (default 2)")
     cli_args.add_gamma(parser)
     add(parser, *cli_args.DRAW, *cli_args.RUN)
