@@ -22,7 +22,6 @@ from driver import NUM_RANKS, on_ranks, parser_of, write_results
 import knapformer
 
 MIX, MICRO_BATCHES, D_MODEL, NESTED = "joint", 8, 256, "g4/2/1n1"
-LIMIT = 1.25  # times the mean tokens of a rank and micro-batch
 PLANNED = "flux-demo"
 TRAINED = knapformer.TrainedModel(num_blocks=3, num_parameters=5e6, shard_ranks=1)
 MODEL = {"kind": "transformer", "num_blocks": 4, "d_model": 512, "num_heads": 8, "num_kv_heads": 8}
@@ -53,16 +52,13 @@ def main() -> None:
 
 def plans_of(step: list[list[int]]) -> list[tuple[str, knapformer.Plan | None, bool]]:
     """Name, plan of the step, and whether the balancer in the model follows it."""
-    limit = round(LIMIT * sum(map(sum, step)) / len(step) / MICRO_BATCHES)
     of: Any = {"d_model": D_MODEL, "micro_batches": MICRO_BATCHES, "cluster": "cpu", "model": TRAINED}
     whole = of | {"topology": f"g1n{len(step)}", "model": TRAINED.replace(routed=False)}
-    limited, short = {"max_tokens_per_rank": limit}, f"at most {limit} tokens"
     return [
         ("none", None, False),
+        ("whole samples, no limit", knapformer.plan(step, **whole, max_tokens_per_rank=2**40).fill_ranks(), False),
         ("whole samples", knapformer.plan(step, **whole).fill_ranks(), False),
-        (f"whole samples, {short}", knapformer.plan(step, **whole, **limited).fill_ranks(), False),
         (f"bags {NESTED}", knapformer.plan(step, NESTED, **of), True),
-        (f"bags {NESTED}, {short}", knapformer.plan(step, NESTED, **of, **limited), True),
     ]
 
 

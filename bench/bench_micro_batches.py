@@ -10,7 +10,8 @@ forward pass on the cluster of bench_solvers.py, which also measures them, from 
     given     `time` where each rank's list is cut into K parts in its order, and each part is planned by itself
     exchanged fraction of the tokens that leave their rank in each all-to-all of attention
     tokens    the most of any rank in any micro-batch, over the mean of a rank and micro-batch
-    default   a step planned for the default cluster and an unrouted model, predicted, over its ideal time
+    default   a step planned for the default cluster and an unrouted model, predicted, over its ideal time, with the
+              default limit of tokens; the others have none. And `tokens` of it
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from knapformer.tools.lengths import micro_batches_of_step
 import knapformer
 
 NUM_RANKS, TOPOLOGY = 32, "g8/4/2/1n4"
-NAMES = ("time", "bound", "given", "exchanged", "tokens", "default")
+NAMES = ("time", "bound", "given", "exchanged", "tokens", "default", "tokens of it")
 
 
 def step_of(mix: str, seed: int, num_micro_batches: int) -> Lengths:
@@ -66,7 +67,7 @@ def main() -> None:
                 figures: list[tuple[float, ...]] = []
                 for seed in range(args.seeds):
                     step = step_of(mix, seed, k)
-                    plan = planned(step, effort=args.effort, micro_batches=k)
+                    plan = planned(step, effort=args.effort, micro_batches=k, max_tokens_per_rank=2**40)
                     default = knapformer.plan(
                         step, TOPOLOGY, d_model=D_MODEL, gamma=gamma, effort=args.effort, micro_batches=k,
                         model=knapformer.TrainedModel(routed=False),
@@ -80,6 +81,7 @@ def main() -> None:
                         plan.exchanged_fraction,
                         plan.max_tokens * NUM_RANKS * k / plan.num_tokens,
                         default.predicted_time / default.ideal_time,
+                        default.max_tokens * NUM_RANKS * k / default.num_tokens,
                     ))  # fmt: skip
                 means = dict(zip(NAMES, map(statistics.fmean, zip(*figures, strict=True)), strict=True))
                 rows.append({"mix": mix, "gamma": gamma, "micro_batches": k, **means})

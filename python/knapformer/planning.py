@@ -35,10 +35,9 @@ def plan(
     cost, settings: a `Cost`, or its fields as keyword arguments. d_model is always needed.
     micro_batches: how many the step has, of which each rank's list holds all sequences; 'auto': as few as keep
         max_tokens_per_rank. The step is predicted to take no longer than if each rank's list were cut in consecutive
-        parts and each part planned by itself. Without max_tokens_per_rank time alone counts: few micro-batches may hold
-        most tokens.
+        parts and each part planned by itself, within the same limit.
     max_tokens_per_rank: a limit that every rank keeps, in each micro-batch; lengths that cannot keep it are refused. 0:
-        none.
+        of several micro-batches, 1.5 times what the fullest rank holds if lists are cut in such parts; of one, none.
     masks: in place of the cost's mask, one for all sequences or one for each, in lists like the lengths' (see
         `attention_pairs`).
     work: the work of each sequence, in lists like the lengths', in place of what the formula gives for its length:

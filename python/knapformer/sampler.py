@@ -109,8 +109,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
     masks: the text of every sample's mask (see `attention_pairs`). Plans count its exact pairs and carry it, so that
         `balancer.attention(q, k, v)` computes it. Not with same_shape, as a mask says nothing of padding. None: the
         cost's mask for all.
-    max_tokens_per_rank: in a micro-batch; 0 for no limit. Set it: without a limit, a list may hold many times the mean.
-        A sample that is longer is refused at once, unless ranks of a bag can share it.
+    max_tokens_per_rank: in a micro-batch. 0: as in `plan`. A sample that is longer is refused at once, unless ranks of
+        a bag can share it.
 
     Raises ArgumentError; in iteration, too, where a step's samples cannot keep max_tokens_per_rank. At the begin of a
     pass: StateError on all ranks, where samplers differ, or a rank does not begin it within the store's timeout.

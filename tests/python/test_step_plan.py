@@ -1,8 +1,10 @@
 """Plans of whole optimizer steps from Python: the face of `plan(..., micro_batches=K)`. None of it needs torch."""
 
+import json
 import pickle
 
 import pytest
+from knapformer.tools.lengths import micro_batches_of_step
 
 import knapformer as kf
 
@@ -72,6 +74,18 @@ def test_what_is_said_per_sequence_and_rank_is_that_of_all_micro_batches():
 
 def test_one_micro_batch_is_planned_as_a_plan_and_fits_where_a_step_does():
     assert step_plan(micro_batches=1) == step_plan(micro_batches=1).plans[0] == kf.plan(STEP, "g2/1n2", d_model=64)
+
+
+def test_without_a_limit_no_rank_holds_much_more_than_the_fullest_one_is_given():
+    batches = [kf.DataMix.parse("joint").draw_lengths(0, k, 32) for k in range(4)]
+    step = [[length for batch in batches for length in batch[rank]] for rank in range(32)]
+    given = max(sum(lens) for part in micro_batches_of_step(step, 4) for lens in part)
+    of = {"topology": "g1n32", "d_model": 3072, "gamma": 1, "micro_batches": 4}
+    plan, free = (kf.plan(step, max_tokens_per_rank=limit, **of) for limit in (0, 2**40))
+    limit = given + given // 2
+    assert plan.max_tokens <= limit < free.max_tokens
+    assert {part["max_tokens_per_rank"] for part in json.loads(plan.to_json())["plans"]} == {limit}
+    assert kf.Plan.from_json(plan.to_json()) == plan
 
 
 def test_as_few_micro_batches_as_keep_the_limit():

@@ -78,8 +78,8 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     },
     "--max-tokens-per-rank": {
         "type": integer(1, 2**62), "default": 0, "metavar": "N",
-        "help": "the most that a rank may hold in a micro-batch (default: no limit; of a step planned whole, what the "
-        "fullest rank holds where it is not)",
+        "help": "the most that a rank may hold in a micro-batch (default: no limit; of a step planned whole, 1.5 times "
+        "what the fullest rank draws)",
     },
     "--model": {"default": "flux-demo", "metavar": "NAME|JSON", "help": "a name (docs/commands.md), or a config.json"},
     "--seed": {"type": integer(0, 2**64 - 1), "default": 0, "help": "of the random draw (default 0)"},

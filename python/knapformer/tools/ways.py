@@ -5,7 +5,6 @@ A way is a function of a Draw that yields what its optimizer steps compute. Need
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 import time
@@ -167,16 +166,15 @@ def by_micro_batch(topology: str, max_tokens: int = 0) -> Way:
     return steps
 
 
-def planned_whole(topology: str, *, routed: bool | None = None, beside: Iterable[Step] = ()) -> Way:
-    """All micro-batches of a step are planned at once. routed: as in Planning.plan. beside: the same steps planned
-    otherwise, whose fullest rank is the limit where the draw has none."""
+def planned_whole(topology: str, *, routed: bool | None = None) -> Way:
+    """All micro-batches of a step are planned at once. routed: as in Planning.plan."""
 
     def steps(draw: Draw) -> Iterator[Step]:
-        for batches, other in itertools.zip_longest(draw.batches, beside):
+        for batches in draw.batches:
             start = time.perf_counter()
             whole = draw.planning.plan(
                 lengths_of_step(batches), topology, routed=routed, micro_batches=len(batches),
-                max_tokens_per_rank=draw.max_tokens or (other.max_tokens if other else 0),
+                max_tokens_per_rank=draw.max_tokens,
             )  # fmt: skip
             yield Step(whole.plans, plan_s=time.perf_counter() - start, whole=whole)
 
@@ -191,7 +189,7 @@ def usual_ways(draw: Draw, topologies: Iterable[str], whole: bool) -> dict[str, 
         found[topology] = list(by_micro_batch(topology, 0 if whole else draw.max_tokens)(draw))
         if whole:
             name = f"{PLANNED_STEP}, {topology}"
-            found[name] = list(planned_whole(topology, routed=False, beside=found[topology])(draw))
+            found[name] = list(planned_whole(topology, routed=False)(draw))
     return found
 
 

@@ -49,18 +49,16 @@ def test_plan_of_a_whole_step(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert "Ranks wait for each other in every micro-batch" in out
 
 
-def test_a_whole_step_keeps_to_the_fullest_rank_of_others(capsys: pytest.CaptureFixture[str]) -> None:
-    """Unless --max-tokens-per-rank says otherwise."""
+def test_the_limit_of_a_whole_step_is_that_of_plan(capsys: pytest.CaptureFixture[str]) -> None:
     args = ["plan", "--topology", "g1n32", "--data", "joint", "--micro-batches", "4", "--json", "-"]
     batches = [DataMix.parse("joint").draw_lengths(0, k, 32) for k in range(4)]
-    peak = max(plan(lens, "g1n32", d_model=3072).max_tokens for lens in batches)
-    _, out, _ = run(capsys, *args)
-    kept = Plan.from_json(out)
     step = [[length for batch in batches for length in batch[rank]] for rank in range(32)]
-    asked = {"d_model": 3072, "micro_batches": 4, "max_tokens_per_rank": peak, "model": TrainedModel(routed=False)}
-    assert kept == plan(step, "g1n32", **asked) and kept.max_tokens <= peak
-    _, out, _ = run(capsys, *args, "--max-tokens-per-rank", "60000")
-    assert Plan.from_json(out).max_tokens > peak
+    model = TrainedModel(routed=False)
+    _, out, _ = run(capsys, *args)
+    free = Plan.from_json(out)
+    assert free == plan(step, "g1n32", d_model=3072, micro_batches=4, model=model)
+    _, out, _ = run(capsys, *args, "--max-tokens-per-rank", "28000")
+    assert Plan.from_json(out).max_tokens <= 28000 < free.max_tokens
 
 
 def test_what_a_plan_gains_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -255,7 +253,7 @@ def test_a_step_of_several_micro_batches(tmp_path):
     whole = points["step planned, g1n32"]
     assert whole["route_bytes"] == whole["attention_bytes"] == 0 and whole["tokens"] == points["none"]["tokens"]
     assert whole["ideal_s"] == pytest.approx(points["none"]["ideal_s"])
-    assert whole["max_tokens_per_rank"] <= points["g1n32"]["max_tokens_per_rank"]
+    assert whole["max_tokens_per_rank"] <= 1.5 * points["none"]["max_tokens_per_rank"]
     assert whole["total_s"] < points["none"]["total_s"] / 1.3
     step = [[length for of in steps[0] for length in of[rank]] for rank in range(32)]
     options = f"--data mixed --topology g1n32 --micro-batches 3 --max-tokens-per-rank 60000 --predictions {target}"

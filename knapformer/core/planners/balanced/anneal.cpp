@@ -94,7 +94,7 @@ class Search {
       if (fastest[k] < 0 || trees_.node(v).load_per_token < trees_.node(fastest[k]).load_per_token) fastest[k] = v;
     }
     const double limit = slowest_time();
-    const bool is_limited = std::isfinite(trees_.node(0).token_capacity);
+    const bool is_limited = trees_.enforces_limit();
     ranges_.resize(items.size());
     for (size_t i = 0; i < items.size(); ++i) {
       size_t first = 0;
@@ -329,7 +329,7 @@ int64_t num_moves(const PlacementTrees& trees, int64_t effort) {
   // In a small instance a move is worth more, and there is time for more of them.
   constexpr int64_t kMin = 2000, kMax = 125'000, kPerItem = 140;
   // Where construction does not keep the limit of tokens, low effort searches as well.
-  if (effort >= 0) return trees.keeps_limit() ? effort : std::max(effort, kMin);
+  if (effort >= 0) return trees.enforces_limit() && !trees.keeps_limit() ? std::max(effort, kMin) : effort;
   const int64_t moves = std::clamp(kPerItem * std::ssize(trees.items()), kMin, kMax);
   return effort == Effort::kHigh ? 50 * moves : moves;
 }

@@ -14,7 +14,7 @@ Construction::Construction(PlacementTrees& trees) : trees_(trees) {
   const auto load = [&](int32_t v) { return trees.node(v).load_per_token; };
   // Where a limit may keep sequences out of the micro-batch with the most time left, each micro-batch has its own
   // queues.
-  const bool is_limited = std::isfinite(trees.node(0).token_capacity);
+  const bool is_limited = trees.enforces_limit();
   const auto micro_batch = [&](int32_t v) { return is_limited ? trees.micro_batch_of(trees.node(v).bag) : 0; };
   std::vector<int32_t> nodes;
   for (const int32_t degree : trees.degrees()) {

@@ -7,7 +7,8 @@
 
 namespace knapformer {
 
-PlacementTrees::PlacementTrees(const PlanInput& input, int32_t replica, int32_t num_micro_batches, int32_t stride) {
+PlacementTrees::PlacementTrees(const PlanInput& input, int32_t replica, int32_t num_micro_batches, int32_t stride)
+    : max_tokens_per_rank_(input.max_tokens_per_rank) {
   const Topology& topology = input.topology;
   const int32_t num_ranks = topology.num_ranks_per_replica();
   const auto [first, last] = input.sequences_of(replica);
@@ -126,8 +127,8 @@ std::pair<int32_t, int32_t> PlacementTrees::nodes_of(int32_t bag, int32_t degree
   return {0, 0};
 }
 
-void PlacementTrees::set_token_limit(int64_t max_tokens_per_rank) {
-  for (Node& n : nodes_) n.token_capacity = static_cast<double>(max_tokens_per_rank) * n.degree;
+void PlacementTrees::enforce_limit() {
+  for (Node& n : nodes_) n.token_capacity = static_cast<double>(max_tokens_per_rank_) * n.degree;
   update_all();
 }
 
@@ -138,8 +139,8 @@ double PlacementTrees::slowest() const {
 }
 
 bool PlacementTrees::keeps_limit() const {
-  for (int32_t v = 0; v < num_nodes(); ++v) {
-    if (state(v).subtree_tokens > node(v).token_capacity) return false;
+  for (int32_t v = 0; v < num_nodes() && max_tokens_per_rank_ > 0; ++v) {
+    if (state(v).subtree_tokens > static_cast<double>(max_tokens_per_rank_) * node(v).degree) return false;
   }
   return true;
 }

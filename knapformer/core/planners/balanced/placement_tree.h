@@ -36,6 +36,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -71,7 +72,7 @@ class PlacementTrees {
     double load_per_token = 0;              // per-token phase and exchange of each rank, if cut evenly
     double latency = 0;                     // of the exchanges of a group
     double head_start = 0;                  // what its micro-batch's level is below the highest: added to its times
-    double token_capacity = kInfinity;      // see set_token_limit
+    double token_capacity = kInfinity;      // see enforce_limit
     int32_t depth = 0;                      // 0 at the root
     double above_exchange[kMaxAbove] = {};  // exchange_per_token of the nodes above, the root first
   };
@@ -118,9 +119,11 @@ class PlacementTrees {
   std::pair<int32_t, int32_t> nodes_of(int32_t bag, int32_t degree) const;
   double bag_time(int32_t bag) const { return state(root(bag)).time; }
   double slowest() const;
-  /// No limit until one is set.
-  void set_token_limit(int64_t max_tokens_per_rank);
-  /// Whether the tokens of every group are within the limit.
+  /// From now on a group that exceeds the input's limit of tokens counts as slower than any that keeps it. Before, a
+  /// limit changes nothing: so one that is kept anyway costs nothing.
+  void enforce_limit();
+  bool enforces_limit() const { return std::isfinite(nodes_[0].token_capacity); }
+  /// Whether the tokens of every group are within the input's limit.
   bool keeps_limit() const;
 
   /// Time that the item adds to each rank of the node, cut evenly.
@@ -193,6 +196,7 @@ class PlacementTrees {
   void update(int32_t v);
   void change(const TreeItem& item, int32_t v, double sign);
 
+  int64_t max_tokens_per_rank_ = 0;
   double unit_s_ = 1;
   double floor_ = 0;
   double inverse_range_ = 1;

@@ -60,10 +60,9 @@ class ReplicaSolver {
       for (const TreeItem& item : trees_.items()) start.push_back(trees_.node_of(placements[item.id.index()]));
     }
     std::vector<int32_t> nodes = best_from(start);
-    if (input_.max_tokens_per_rank > 0) {
-      // A limit that is kept anyway costs nothing.
-      trees_.set_token_limit(input_.max_tokens_per_rank);
-      if (!trees_.keeps_limit()) nodes = best_from(start);
+    if (!trees_.keeps_limit()) {
+      trees_.enforce_limit();
+      nodes = best_from(start);
     }
     for (size_t i = 0; i < nodes.size(); ++i) placements[trees_.items()[i].id.index()] = trees_.placement(nodes[i]);
     return trees_.keeps_limit();
@@ -105,7 +104,7 @@ class ReplicaSolver {
       consider(construction.place_under_targets(Construction::FitBy::kAlone, bound_, num_targets));
     options.shares_least_first = best_time <= kNear * bound_;
     improve(trees_, best, options);
-    if (std::isfinite(trees_.node(0).token_capacity) && trees_.slowest() > options.good_enough) {
+    if (trees_.enforces_limit() && trees_.slowest() > options.good_enough) {
       // Tokens are most even where every sequence is shared by as many ranks as possible; it takes a hot start from
       // there.
       best_time = trees_.slowest();

@@ -36,9 +36,21 @@ PlanInput all_at_once(const StepInput& input) {
   return all;
 }
 
+/// How many full ranks the fullest replica's tokens need, over all micro-batches, rounded up.
+int64_t full_ranks(const PlanInput& step, int64_t max_tokens_per_rank) {
+  int64_t max_ranks = 0;
+  for (int32_t replica = 0; replica < step.topology.num_replicas(); ++replica) {
+    const auto [first, last] = step.sequences_of(replica);
+    int64_t tokens = 0;
+    for (int32_t s = first.value; s < last.value; ++s) tokens += step.seq_lens[SequenceId(s)];
+    max_ranks = std::max(max_ranks, tokens / max_tokens_per_rank + (tokens % max_tokens_per_rank != 0 ? 1 : 0));
+  }
+  return max_ranks;
+}
+
 class StepSolver {
  public:
-  /// `effort`: of each micro-batch's planner.
+  /// `input`: has a limit of tokens. `effort`: of each micro-batch's planner.
   StepSolver(StepInput input, std::string_view solver, Effort effort)
       : input_(std::move(input)), solver_(solver), effort_(effort) {}
 
@@ -56,6 +68,7 @@ class StepSolver {
     for (const bool in_whole_bags : {false, true}) {
       if (!best_) consider(pack_by_tokens(input_.sequences, num_usable(), in_whole_bags));
     }
+    if (!best_) consider_at_home();
     if (!best_) consider_one_by_one();
     if (!best_) refuse();
     return std::move(*best_);
@@ -104,15 +117,10 @@ class StepSolver {
     consider(Plan(input_, packing.micro_batches, std::move(plans)));
   }
 
-  bool keeps_limit(const MicroBatchPlan& plan) const {
-    const int64_t limit = input_.sequences.max_tokens_per_rank;
-    return limit == 0 || plan.max_tokens() <= limit;
-  }
-
   /// `plan`, or the planner's plan where that may be much shorter and is. Nothing if neither keeps the limit of tokens.
   std::optional<MicroBatchPlan> better_of(MicroBatchPlan plan, double level_s) const {
     const double tolerance = effort_.moves == Effort::kLow ? 1.005 : 1.002;
-    const bool is_kept = keeps_limit(plan);
+    const bool is_kept = plan.keeps_limit();
     const StepTime time = predict_micro_batch(plan);
     bool is_good = is_kept;
     for (int32_t r = 0; r < plan.topology().num_replicas() && is_good; ++r) {
@@ -143,6 +151,10 @@ class StepSolver {
   /// The micro-batches planned one by one, until even what is planned and the lower bound of the rest are no shorter.
   void consider_planned(std::vector<int32_t> micro_batches, double handicap) {
     const std::vector<PlanInput> inputs = micro_batch_inputs(input_, micro_batches);
+    const auto fits = [](const PlanInput& input) {
+      return full_ranks(input, input.max_tokens_per_rank) <= input.topology.num_ranks_per_replica();
+    };
+    if (!std::ranges::all_of(inputs, fits)) return;
     std::vector<double> bounds_s;
     for (const PlanInput& input : inputs) bounds_s.push_back(lower_bound_s({input}));
     double least_s = std::accumulate(bounds_s.begin(), bounds_s.end(), 0.0);
@@ -155,6 +167,22 @@ class StepSolver {
       plans.push_back(*std::move(plan));
     }
     consider(Plan(input_, std::move(micro_batches), std::move(plans)), handicap);
+  }
+
+  /// The given order, each sequence in the smallest group around its home rank: it keeps any limit that ranks keep
+  /// which compute what they are given.
+  void consider_at_home() {
+    const PlanInput& step = input_.sequences;
+    Packing packing{.micro_batches = micro_batches_as_given(step.seq_lens, input_.num_micro_batches)};
+    for (SequenceId id(0); id.value < step.seq_lens.num_sequences(); ++id.value) {
+      const Rank home = step.seq_lens.home_of(id);
+      const BagId bag = step.topology.bag_of(home);
+      const int32_t first = step.topology.bag(bag).first_rank.value;
+      const int32_t degree = step.topology.shapes()[step.topology.bag(bag).shape].degrees.front();
+      packing.placements.push_back(
+          {.bag = bag, .first_rank = Rank(home.value - (home.value - first) % degree), .degree = degree});
+    }
+    consider(packing);
   }
 
   /// Each sequence of a replica in its own micro-batch, over a largest bag: what keeps a limit if anything does.
@@ -245,7 +273,7 @@ void StepSolver::consider_cut(const MicroBatchPlan& sums, std::vector<int32_t> m
   std::vector<Placement> placements(sums.placements().begin(), sums.placements().end());
   for (Placement& place : placements) place.bag = input_.sequences.topology.bag_of(place.first_rank);
   std::vector<MicroBatchPlan> plans = plans_as_placed(input_, micro_batches, placements, chunk_lens, solvers);
-  if (!std::ranges::all_of(plans, [&](const MicroBatchPlan& plan) { return keeps_limit(plan); })) return;
+  if (!std::ranges::all_of(plans, &MicroBatchPlan::keeps_limit)) return;
   consider(Plan(input_, std::move(micro_batches), std::move(plans)), handicap);
 }
 
@@ -258,22 +286,28 @@ int64_t share_of_longest(const PlanInput& step) {
   return (longest + sharing - 1) / sharing;
 }
 
-/// How many full ranks the fullest replica's tokens need, over all micro-batches, rounded up.
-int64_t full_ranks(const PlanInput& step, int64_t max_tokens_per_rank) {
-  int64_t max_ranks = 0;
-  for (int32_t replica = 0; replica < step.topology.num_replicas(); ++replica) {
-    const auto [first, last] = step.sequences_of(replica);
-    int64_t tokens = 0;
-    for (int32_t s = first.value; s < last.value; ++s) tokens += step.seq_lens[SequenceId(s)];
-    max_ranks = std::max(max_ranks, tokens / max_tokens_per_rank + (tokens % max_tokens_per_rank != 0 ? 1 : 0));
+/// The limit of a step that is given none: half more than the fullest rank holds in the given order.
+int64_t default_token_limit(const StepInput& input) {
+  const SequenceLengths& seq_lens = input.sequences.seq_lens;
+  const std::vector<int32_t> micro_batches = micro_batches_as_given(seq_lens, input.num_micro_batches);
+  int64_t fullest = 0;
+  for (Rank rank(0); rank.value < seq_lens.num_ranks(); ++rank.value) {
+    const SequenceId first = seq_lens.first_of(rank);
+    int64_t held = 0;
+    for (SequenceId id = first; id < seq_lens.last_of(rank); ++id.value) {
+      if (id > first && micro_batches[id.index()] != micro_batches[id.index() - 1]) held = 0;
+      held += seq_lens[id];
+      fullest = std::max(fullest, held);
+    }
   }
-  return max_ranks;
+  // Whole samples of joint, default cluster, 2 to 8 micro-batches: steps are up to 11 % longer with the fullest rank's
+  // tokens, 4 % with 1.25 times as many, 2 % with 1.5 (0.1 % in the mean), and as short as without a limit with twice.
+  return std::max<int64_t>(1, fullest + fullest / 2);
 }
 
 void check_token_limit(const StepInput& input) {
   const PlanInput& step = input.sequences;
   const int64_t limit = step.max_tokens_per_rank;
-  if (limit == 0) return;
   if (share_of_longest(step) > limit) {
     throw_argument<TokenLimitError>(
         "max_tokens_per_rank", limit,
@@ -302,6 +336,8 @@ Plan plan_step(StepInput input, std::string_view solver, Effort effort) {
       return {std::move(input), std::move(micro_batches), {*std::move(plan)}};
     }
   }
+  if (!is_single && input.sequences.max_tokens_per_rank == 0)
+    input.sequences.max_tokens_per_rank = default_token_limit(input);
   try {
     check_token_limit(input);
     if (input.sequences.seq_lens.lens().size() > kFewSequences) effort.moves = Effort::kLow;

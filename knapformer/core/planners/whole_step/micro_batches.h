@@ -5,16 +5,16 @@
 //                         StepSync::kStep the ranks' sums are balanced, as if there were one micro-batch, and then cut
 //   3. plan               a micro-batch that is not even enough, by the named planner
 //   4. compare            with the given order, each micro-batch planned by itself, and with one micro-batch of all
-//   5. fit                packing.h, by tokens: if nothing so far keeps the limit of tokens
+//   5. fit                packing.h, by tokens: if nothing so far keeps the limit of tokens; or the given order at home
 //
 // By construction the step is predicted to take no longer than the given micro-batches (micro_batches_as_given),
-// planned by the same planner with the same effort, or at low effort if there are more than 4,096 sequences. They are
-// not planned where their lower bounds prove that they are no faster; or, of more than 4,096 sequences, faster by at
-// most 0.1 %.
+// planned by the same planner with the same limit and effort, or at low effort if there are more than 4,096 sequences.
+// They are not planned where their lower bounds prove that they are no faster; or, of more than 4,096 sequences, faster
+// by at most 0.1 %.
 //
-// Without a limit of tokens, time alone decides; among steps that take about equally long, the one with the lowest
-// levels is taken, which hold the fewest tokens. Fewer and longer micro-batches are faster and need more memory: give
-// the number of tokens that memory allows as max_tokens_per_rank.
+// Fewer and longer micro-batches are faster and need more memory. So a step of several that is given no limit of tokens
+// gets one: half more than the fullest rank holds in the given order. Among steps that take about equally long, the one
+// with the lowest levels is taken, which hold the fewest tokens.
 #pragma once
 
 #include <string>
@@ -25,8 +25,8 @@
 
 namespace knapformer {
 
-/// Throws ArgumentError for an unknown name, invalid input, or a limit of tokens per rank that no plan that was found
-/// keeps.
+/// The input of the plan has the limit of tokens that was taken. Throws ArgumentError for an unknown name, invalid
+/// input, or a limit of tokens per rank that no plan that was found keeps.
 Plan plan_step(StepInput input, std::string_view solver, Effort effort = {});
 
 /// Uses as few micro-batches as keep max_tokens_per_rank; the input's number is ignored. Throws ArgumentError (argument

@@ -28,12 +28,13 @@ struct Levels {
 class Packer {
  public:
   /// `stride`: of so many bags and sequences, or replicas, one is packed, to see how long all take.
-  Packer(const PlanInput& input, int32_t num_micro_batches, int32_t stride = 1)
+  /// `enforces_limit`: places sequences within the limit of tokens; otherwise a packing only says whether it keeps it.
+  Packer(const PlanInput& input, int32_t num_micro_batches, bool enforces_limit, int32_t stride = 1)
       : input_(input), num_micro_batches_(num_micro_batches), stride_(stride) {
     const int32_t of_replicas = std::min(stride, input.topology.num_replicas());
     for (int32_t replica = 0; replica < input.topology.num_replicas(); replica += of_replicas) {
       trees_.emplace_back(input, replica, num_micro_batches, stride / of_replicas);
-      if (input.max_tokens_per_rank > 0) trees_.back().set_token_limit(input.max_tokens_per_rank);
+      if (enforces_limit) trees_.back().enforce_limit();
     }
     nodes_.resize(trees_.size());
   }
@@ -116,20 +117,21 @@ double levels_time_s(const StepInput& input, std::vector<double> block_s) {
   return time_s * (1 + 2e-3 * (1 - mean_over_highest));
 }
 
-/// The same; infinite if the packing exceeds the limit of tokens.
-double packed_s(const StepInput& input, const Packing& packing) {
-  return packing.keeps_limit ? levels_time_s(input, packing.times_s) : kInfinity;
+/// The same; infinite if the packing exceeds a limit of tokens that is enforced.
+double packed_s(const StepInput& input, const Packing& packing, bool enforces_limit) {
+  return packing.keeps_limit || !enforces_limit ? levels_time_s(input, packing.times_s) : kInfinity;
 }
 
 class LevelSearch {
  public:
-  LevelSearch(const StepInput& input, int32_t num_micro_batches, Effort effort)
+  LevelSearch(const StepInput& input, int32_t num_micro_batches, Effort effort, bool enforces_limit)
       : input_(input),
         count_(num_micro_batches),
         is_low_(effort.moves == Effort::kLow),
+        enforces_limit_(enforces_limit),
         sum_s_(blocks_lower_bound_s(input)),
         floor_s_(replica_step_s(input.sequences, 0, 0) / input.sequences.model.num_blocks),
-        sample_(input.sequences, num_micro_batches, sample_stride(input, num_micro_batches)) {}
+        sample_(input.sequences, num_micro_batches, enforces_limit, sample_stride(input, num_micro_batches)) {}
 
   std::vector<Levels> run() {
     const double mean_s = sum_s_ / count_;
@@ -177,7 +179,7 @@ class LevelSearch {
       return tried.levels_s == levels.levels_s && tried.margin_s == levels.margin_s;
     };
     if (std::ranges::any_of(tried_, is_same)) return;
-    levels.time_s = packed_s(input_, sample_.pack(levels));
+    levels.time_s = packed_s(input_, sample_.pack(levels), enforces_limit_);
     tried_.insert(std::ranges::upper_bound(tried_, levels.time_s, {}, &Levels::time_s), levels);
   }
 
@@ -226,26 +228,25 @@ class LevelSearch {
 
   const StepInput& input_;
   int32_t count_;
-  bool is_low_;
+  bool is_low_, enforces_limit_;
   double sum_s_, floor_s_;
   Packer sample_;
   std::vector<Levels> tried_;  // the best first
 };
 
-}  // namespace
-
-std::optional<Packing> pack_by_time(const StepInput& input, int32_t num_micro_batches, Effort effort) {
-  const std::vector<Levels> tried = LevelSearch(input, num_micro_batches, effort).run();
+std::optional<Packing> best_packing(const StepInput& input, int32_t num_micro_batches, Effort effort,
+                                    bool enforces_limit) {
+  const std::vector<Levels> tried = LevelSearch(input, num_micro_batches, effort, enforces_limit).run();
   // A sample shows which levels are good, but not which are the best, nor whether all sequences keep the limit.
   const bool is_sampled = sample_stride(input, num_micro_batches) > 1;
   const size_t num_packed = !is_sampled ? 1 : effort.moves == Effort::kLow ? 2 : 6, most_packed = 8;
-  Packer packer(input.sequences, num_micro_batches);
+  Packer packer(input.sequences, num_micro_batches, enforces_limit);
   std::optional<Packing> best;
   const Levels* best_levels = nullptr;
   double best_s = kInfinity;
   for (size_t i = 0; i < std::min(tried.size(), best ? num_packed : most_packed); ++i) {
     Packing packing = packer.pack(tried[i]);
-    const double time_s = packed_s(input, packing);
+    const double time_s = packed_s(input, packing, enforces_limit);
     if (time_s >= best_s) continue;
     best_s = time_s;
     best = std::move(packing);
@@ -257,9 +258,16 @@ std::optional<Packing> pack_by_time(const StepInput& input, int32_t num_micro_ba
   constexpr double kAboutAsShort = 1.006;
   const auto alone = std::ranges::find(tried, kInfinity, &Levels::margin_s);
   Packing start = packer.pack(alone == tried.end() ? *best_levels : *alone);
-  if (packed_s(input, start) >= best_s * kAboutAsShort) start = packer.pack(*best_levels);
+  if (packed_s(input, start, enforces_limit) >= best_s * kAboutAsShort) start = packer.pack(*best_levels);
   Packing annealed = packer.anneal(start, effort);
-  return packed_s(input, annealed) < best_s ? annealed : best;
+  return packed_s(input, annealed, enforces_limit) < best_s ? annealed : best;
+}
+
+}  // namespace
+
+std::optional<Packing> pack_by_time(const StepInput& input, int32_t num_micro_batches, Effort effort) {
+  std::optional<Packing> packing = best_packing(input, num_micro_batches, effort, false);
+  return packing && packing->keeps_limit ? packing : best_packing(input, num_micro_batches, effort, true);
 }
 
 Packing pack_by_tokens(const PlanInput& input, int32_t num_micro_batches, bool in_whole_bags) {
@@ -272,7 +280,7 @@ Packing pack_by_tokens(const PlanInput& input, int32_t num_micro_batches, bool i
       .node_bytes_per_s = kInfinity, .network_bytes_per_s = kInfinity, .node_latency_s = 0, .network_latency_s = 0};
   const double limit_s = static_cast<double>(input.max_tokens_per_rank) * BlockRates(tokens).token_s * (1 + 1e-9);
   const std::vector<double> levels_s(static_cast<size_t>(num_micro_batches), limit_s);
-  return Packer(tokens, num_micro_batches).pack({.levels_s = levels_s, .margin_s = in_whole_bags ? -limit_s : 0});
+  return Packer(tokens, num_micro_batches, true).pack({.levels_s = levels_s, .margin_s = in_whole_bags ? -limit_s : 0});
 }
 
 }  // namespace knapformer

@@ -18,16 +18,7 @@ from knapformer.adapters.named import ModelConfig
 from knapformer.tools.doctor.alternatives import Alternative, baselines
 from knapformer.tools.draws import batches_of_step
 from knapformer.tools.lengths import Lengths
-from knapformer.tools.ways import (
-    NO_BALANCER,
-    PLANNED_STEP,
-    Draw,
-    Planning,
-    Step,
-    at_home,
-    by_micro_batch,
-    planned_whole,
-)
+from knapformer.tools.ways import NO_BALANCER, PLANNED_STEP, Draw, Planning, Step, by_micro_batch, planned_whole
 
 
 @dataclass(frozen=True)
@@ -151,7 +142,7 @@ class Simulation:
             # As BalancedBatchSampler plans: whole samples, where possible at least one on every rank in every
             # micro-batch. A fixed time, which is the same in every plan, would hide how far a plan is from the best.
             cluster = self.planning.cluster.replace(fixed_s=0.0)
-            whole = planned_whole(f"g1n{self.num_ranks}", routed=False, beside=at_home(draw))
+            whole = planned_whole(f"g1n{self.num_ranks}", routed=False)
             planned = whole(replace(draw, planning=replace(self.planning, cluster=cluster)))
             found[PLANNED_STEP] = (
                 alone(as_planned(data, step.plan.fill_ranks())) for data, step in zip(drawn, planned, strict=True)

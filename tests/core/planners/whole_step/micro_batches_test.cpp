@@ -4,14 +4,17 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <functional>
 #include <limits>
 #include <map>
 #include <numeric>
+#include <optional>
 #include <tuple>
 
 #include "knapformer/core/cost/bounds.h"
 #include "knapformer/core/cost/step_time.h"
+#include "knapformer/core/planners/planner.h"
 #include "knapformer/core/util/interrupt.h"
 #include "tests/core/cases.h"
 #include "tests/core/mixes.h"
@@ -19,11 +22,17 @@
 namespace knapformer {
 namespace {
 
-Plan as_given(const StepInput& input, std::string_view solver, Effort effort = {}) {
+constexpr int64_t kNoLimit = int64_t{1} << 40;
+
+/// Nothing if a micro-batch does not keep the limit of tokens.
+std::optional<Plan> as_given(const StepInput& input, std::string_view solver, Effort effort = {}) {
   std::vector<int32_t> micro_batches = micro_batches_as_given(input.sequences.seq_lens, input.num_micro_batches);
   std::vector<MicroBatchPlan> plans;
-  for (PlanInput& part : micro_batch_inputs(input, micro_batches))
-    plans.push_back(plan_micro_batch(std::move(part), solver, effort));
+  for (PlanInput& part : micro_batch_inputs(input, micro_batches)) {
+    std::optional<MicroBatchPlan> plan = plan_within_limit(std::move(part), solver, effort);
+    if (!plan) return std::nullopt;
+    plans.push_back(*std::move(plan));
+  }
   return Plan(input, std::move(micro_batches), std::move(plans));
 }
 
@@ -47,24 +56,88 @@ StepInput random_step(Cases& cases, int i) {
 
 TEST(MicroBatches, PromisesHoldOnRandomSteps) {
   Cases cases(1);
+  int num_given = 0;
   for (int i = 0; i < 120; ++i) {
     StepInput input = random_step(cases, i);
+    if (i % 2 == 0) input.sequences.max_tokens_per_rank = kNoLimit;
     if (input.num_micro_batches == 1) input.sync = StepSync::kMicroBatch;  // it makes no difference
     const std::string_view solver = i % 2 == 1 && i % 8 == 1 ? "greedy" : "balanced";
     const Effort effort{.moves = i % 3 == 1 ? Effort::kLow : Effort::kDefault};
     const Plan plan = plan_step(input, solver, effort);
     plan.validate();
+    if (input.num_micro_batches > 1 && input.sequences.max_tokens_per_rank == 0)
+      input.sequences.max_tokens_per_rank = plan.input().sequences.max_tokens_per_rank;
     EXPECT_EQ(plan.input(), input);
-    EXPECT_LE(time_s(plan), time_s(as_given(input, solver, effort)) * (1 + 1e-9)) << i;
+    const std::optional<Plan> given = as_given(input, solver, effort);
+    if (given) {
+      EXPECT_LE(time_s(plan), time_s(*given) * (1 + 1e-9)) << i;
+      ++num_given;
+    }
     EXPECT_GE(time_s(plan), lower_bound_s(input) * (1 - 1e-9)) << i;
     EXPECT_EQ(plan, plan_step(input, solver, effort)) << i;
+  }
+  EXPECT_GE(num_given, 100);
+}
+
+/// Tokens of the fullest rank where each computes its own list, cut into consecutive parts.
+int64_t fullest_as_given(const StepInput& input) {
+  int64_t fullest = 0;
+  for (int32_t r = 0; r < input.sequences.seq_lens.num_ranks(); ++r) {
+    const auto lens = input.sequences.seq_lens.lens(Rank(r));
+    const int64_t count = std::ssize(lens), parts = input.num_micro_batches;
+    for (int64_t k = 0, begin = 0; k < parts; ++k) {
+      const int64_t end = begin + count / parts + (k < count % parts ? 1 : 0);
+      fullest = std::max(fullest, std::accumulate(lens.begin() + begin, lens.begin() + end, int64_t{0}));
+      begin = end;
+    }
+  }
+  return fullest;
+}
+
+TEST(MicroBatches, WithoutALimitNoRankHoldsMuchMoreThanInTheGivenOrder) {
+  Cases cases(21);
+  int num_limited = 0;
+  for (int i = 0; i < 200; ++i) {
+    StepInput input = random_step(cases, i);
+    input.num_micro_batches = static_cast<int32_t>(cases.integer(2, 6));
+    const Effort effort{.moves = i % 2 == 0 ? Effort::kLow : Effort::kDefault};
+    const int64_t limit = fullest_as_given(input) * 3 / 2;
+    const Plan plan = plan_step(input, "balanced", effort);
+    EXPECT_LE(plan.max_tokens(), limit) << i;
+    EXPECT_EQ(plan.input().sequences.max_tokens_per_rank, limit) << i;
+    input.sequences.max_tokens_per_rank = limit;
+    EXPECT_EQ(plan_step(input, "balanced", effort), plan) << i;
+    input.sequences.max_tokens_per_rank = kNoLimit;
+    if (plan_step(input, "balanced", effort).max_tokens() > limit) ++num_limited;
+  }
+  EXPECT_GE(num_limited, 20);
+}
+
+/// Every rank of every micro-batch holds exactly 10,000 tokens as given, and no search finds such a packing again.
+TEST(MicroBatches, ALimitThatTheGivenOrderKeepsIsKept) {
+  Cases cases(22);
+  std::vector<std::vector<int64_t>> lens(8);
+  for (auto& list : lens) {
+    for (int k = 0; k < 6; ++k) {
+      const int64_t a = cases.integer(2000, 3000), b = cases.integer(1000, 3000), c = cases.integer(500, 2000);
+      list.insert(list.end(), {a, b, c, 10'000 - a - b - c});
+    }
+  }
+  for (const char* topology : {"g1n8", "g8n1", "g8/4/2/1n1", "g4/2n2"}) {
+    for (const StepSync sync : {StepSync::kMicroBatch, StepSync::kStep}) {
+      StepInput input = {.sequences = lengths_in(lens, topology, 3072), .num_micro_batches = 6, .sync = sync};
+      input.sequences.max_tokens_per_rank = 10'000;
+      const Plan plan = plan_step(input, "balanced", {.moves = Effort::kLow});
+      plan.validate();
+      EXPECT_LE(plan.max_tokens(), 10'000);
+    }
   }
 }
 
 TEST(MicroBatches, AStepThatIsEvenAsGivenStaysSo) {
   // Four of one length on each rank, in three micro-batches: two are full, and none can be filled better.
   StepInput input{.sequences = lengths_in({32, std::vector<int64_t>(4, 1000)}, "g1n32", 3072), .num_micro_batches = 3};
-  const double even_s = time_s(as_given(input, "balanced"));
+  const double even_s = time_s(*as_given(input, "balanced"));
   for (const StepSync sync : {StepSync::kMicroBatch, StepSync::kStep}) {
     input.sync = sync;
     EXPECT_LE(time_s(plan_step(input, "balanced")), even_s * (1 + 1e-12));
@@ -149,6 +222,7 @@ TEST(MicroBatches, TinyStepsAreNearTheBestOfAll) {
                       .sync = i % 3 == 0 && !gathers ? StepSync::kStep : StepSync::kMicroBatch};
       use_block_clock(input.sequences);
       input.sequences.model.routed = false;
+      input.sequences.max_tokens_per_rank = kNoLimit;
       const double gather_s = gathers ? 1e-7 * static_cast<double>(cases.integer(1, 20)) : 0;
       if (gathers) {  // each rank fetches half of a block, of 2 bytes a number
         input.sequences.model.num_parameters = gather_s * 200e9 * input.sequences.model.num_blocks;
@@ -195,7 +269,8 @@ TEST_P(StepGoals, AreReachedOnTheMean) {
   constexpr int kSeeds = 6;
   double loss = 0, low = 0, exchanged_fraction = 0;
   for (uint64_t seed = 0; seed < kSeeds; ++seed) {
-    const StepInput input = step_of_mix(goal.mix, seed, goal.gamma, goal.num_micro_batches);
+    StepInput input = step_of_mix(goal.mix, seed, goal.gamma, goal.num_micro_batches);
+    input.sequences.max_tokens_per_rank = kNoLimit;
     const Plan plan = plan_step(input, "balanced");
     loss += strict_loss(plan.plans()) / kSeeds;
     exchanged_fraction += plan.exchanged_fraction() / kSeeds;
