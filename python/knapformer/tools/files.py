@@ -131,27 +131,31 @@ def show(*parts: str | Group) -> None:
 
 
 class Progress:
-    """How far a command has come: a line on standard error that changes, where that is a terminal. Silent unless
-    enabled. total: of what `advance` counts."""
+    """How far a command has come, on standard error: on a terminal one line that changes, elsewhere a line for each
+    stage. Silent unless enabled. total: of what `advance` counts."""
 
     def __init__(self, total: int, enabled: bool = True) -> None:
         self._total, self._done, self._text = total, 0, ""
-        self._is_shown = enabled and sys.stderr.isatty()
+        self._enabled, self._is_terminal = enabled, sys.stderr.isatty()
 
     def __enter__(self) -> Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._show("")
+        if self._is_terminal:
+            self._print("")
 
     def describe(self, text: str) -> None:
-        self._text = text
-        self._show(f"{text}, {self._done} of {self._total} done")
+        if text != self._text:
+            self._text = text
+            self._print(f"{text}, {self._done} of {self._total} done")
 
     def advance(self) -> None:
         self._done += 1
-        self.describe(self._text)
+        if self._is_terminal:
+            self._print(f"{self._text}, {self._done} of {self._total} done")
 
-    def _show(self, line: str) -> None:
-        if self._is_shown:
-            print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
+    def _print(self, text: str) -> None:
+        if self._enabled:
+            begin, end = ("\r\033[K", "") if self._is_terminal else ("", "\n")
+            print(f"{begin}{text}", end=end, file=sys.stderr, flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any
 
 from knapformer import ArgumentError, Cluster
@@ -94,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     num_ranks = source.num_ranks
     if args.now not in (of.key for of in baselines(num_ranks)):
         raise ArgumentError(f"--now: got {args.now}, expected an alternative that {num_ranks} ranks allow")
-    with Progress(len(baselines(num_ranks)) + 3) as progress:
+    with Progress(len(baselines(num_ranks)) + 3, enabled=sys.stderr.isatty()) as progress:
         progress.describe(f"drawing samples, and comparing topologies, for {num_ranks:,} ranks")
         memory, fit = _memory(args, source, preset, planning)
         max_tokens = min(filter(None, (fit, args.max_tokens_per_rank)), default=0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from knapformer import TrainedModel, predict_step
@@ -23,11 +23,17 @@ class Variant:
     """One way to run the steps, and what was measured of it, an entry for each timed step."""
 
     name: str
-    steps: Sequence[Step]  # without a balancer, all at home
-    latencies_s: Sequence[float]  # of the slowest rank
-    losses: Sequence[float]  # mean over the samples of all ranks and micro-batches
-    gradient_norms: Sequence[float]
+    steps: list[Step] = field(default_factory=list)  # without a balancer, all at home
+    latencies_s: list[float] = field(default_factory=list)  # of the slowest rank
+    losses: list[float] = field(default_factory=list)  # mean over the samples of all ranks and micro-batches
+    gradient_norms: list[float] = field(default_factory=list)
     same_samples: bool = True  # whether it computes the samples that were drawn
+
+    def add(self, step: Step, latency_s: float, loss: float, gradient_norm: float) -> None:
+        self.steps.append(step)
+        self.latencies_s.append(latency_s)
+        self.losses.append(loss)
+        self.gradient_norms.append(gradient_norm)
 
 
 def _highest_work(step: Step) -> float:

@@ -27,7 +27,7 @@ from knapformer.tools.measure.blocks import sharded_model
 from knapformer.tools.measure.environment import default_dtype, environment
 from knapformer.tools.measure.timing import synchronize
 from knapformer.tools.simulate.results import Variant, report
-from knapformer.tools.simulate.steps import SeededSample, Simulation, VariantStep
+from knapformer.tools.simulate.steps import SeededSample, Simulation
 
 
 def simulate(simulation: Simulation, device: torch.device) -> None:
@@ -37,9 +37,8 @@ def simulate(simulation: Simulation, device: torch.device) -> None:
     dtype = DTYPES[args.dtype or default_dtype(device)]
     of_steps = simulation.variants()
     first = next(of_steps)
-    names = list(first)
-    kept: list[dict[str, VariantStep]] = []  # of timed steps
-    with Progress((args.warmup + args.steps * args.repeats) * len(names), enabled=rank == 0) as progress:
+    variants = [Variant(name, same_samples=way.same_samples) for name, way in first.items()]
+    with Progress((args.warmup + args.steps * args.repeats) * len(variants), enabled=rank == 0) as progress:
         progress.describe("building the model")
         model = sharded_model(
             config, device, dtype, args.recomputes, trained.mode, keep_exchanges=args.keep_exchanges, seed=args.seed
@@ -49,45 +48,29 @@ def simulate(simulation: Simulation, device: torch.device) -> None:
             name: balancer_of(simulation, str(way.step.plans[0].topology))
             for name, way in first.items() if way.followed
         }  # fmt: skip
-        times: list[list[float]] = [[] for _ in names]  # of this rank, one per timed step and repeat
-        outcomes: list[list[_Outcome]] = [[] for _ in names]  # one per timed step
-        progress.describe("warming up")
-        for step, ways in enumerate(itertools.chain([first], of_steps)):
-            timed = step >= args.warmup
-            if timed:
-                progress.describe("measuring")
-                kept.append(ways)
+        for number, ways in enumerate(itertools.chain([first], of_steps)):
+            is_timed = number >= args.warmup
+            progress.describe("measuring" if is_timed else "warming up")
             # Variants that compute the same samples in the same place share their tensors.
             data = {id(way.data): way.data for way in ways.values()}
             batches = {key: _batches(config, of[rank], device, dtype) for key, of in data.items()}
-            for turn in range(len(names) * (args.repeats if timed else 1)):
-                variant = (turn + step) % len(names)
-                way = ways[names[variant]]
+            measured: list[list[_Measured]] = [[] for _ in variants]
+            for turn in range(len(variants) * (args.repeats if is_timed else 1)):
+                k = (turn + number) % len(variants)
+                way, balancer = ways[variants[k].name], balancers.get(variants[k].name)
                 followed = way.step.plans if way.followed else None
-                of = batches[id(way.data)], balancers.get(names[variant]), followed
-                seconds, outcome = _timed_step(model, *of, device)
-                if timed:
-                    times[variant].append(seconds)
-                    if turn < len(names):
-                        outcomes[variant].append(outcome)
+                measured[k].append(_timed_step(model, batches[id(way.data)], balancer, followed, device))
                 progress.advance()
-        latencies_s = torch.tensor(times, dtype=torch.float64)
-        dist.all_reduce(latencies_s, op=dist.ReduceOp.MAX)
-        latencies_s = latencies_s.unflatten(1, (args.steps, args.repeats)).amin(2)
+            if is_timed:
+                for variant, way, repeats in zip(variants, ways.values(), measured, strict=True):
+                    variant.add(way.step, *min(repeats))
         num_parameters = sum(p.numel() for blocks in model.block_lists() for p in blocks.parameters())
     if rank != 0:
         return
-    variants = [
-        Variant(
-            name, [ways[name].step for ways in kept], seconds, [of.loss for of in results],
-            [of.gradient_norm for of in results], first[name].same_samples,
-        )
-        for name, seconds, results in zip(names, latencies_s.tolist(), outcomes, strict=True)
-    ]  # fmt: skip
     on = {"device": device.type, "dtype": str(dtype).removeprefix("torch."), "environment": environment(device)}
-    measured = trained.replace(num_parameters=float(num_parameters), element_size=dtype.itemsize)
+    ran = trained.replace(num_parameters=float(num_parameters), element_size=dtype.itemsize)
     # Variants may differ by the rounding of sums in another order.
-    report(simulation, measured, variants, math.sqrt(torch.finfo(dtype).eps), on)
+    report(simulation, ran, variants, math.sqrt(torch.finfo(dtype).eps), on)
 
 
 def balancer_of(simulation: Simulation, topology: str, max_tokens: int = 0) -> SequenceBalancer:
@@ -109,9 +92,10 @@ def _batches(
     ]
 
 
-class _Outcome(NamedTuple):
-    """The result over all ranks: what one process with all samples of the step would compute."""
+class _Measured(NamedTuple):
+    """Over all ranks: the latency of the slowest, and what one process with all samples of the step would compute."""
 
+    latency_s: float
     loss: float
     gradient_norm: float
 
@@ -122,9 +106,10 @@ def _timed_step(
     balancer: SequenceBalancer | None,
     plans: Sequence[Plan] | None,
     device: torch.device,
-) -> tuple[float, _Outcome]:
-    """Runs an optimizer step without the optimizer. Returns the seconds from a common start to the end of this rank's
-    last backward pass, and the outcome. plans: per micro-batch, for the balancer to follow; None: it makes its own."""
+) -> _Measured:
+    """Runs an optimizer step without the optimizer, from a common start to the end of the last backward pass.
+
+    plans: per micro-batch, for the balancer to follow; None: it makes its own."""
     total = count_over_ranks(sum(len(target) for _, target in batches))
     whole_loss = torch.zeros((), device=device)
     gc.collect()  # now, not within the timed part
@@ -139,14 +124,15 @@ def _timed_step(
         loss.backward()
         whole_loss = whole_loss + loss.detach()
     synchronize(device)
-    latency_s = time.perf_counter() - start
+    latency_s = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
     gc.enable()
-    outcome = _Outcome(global_mean(whole_loss).item(), _gradient_norm(model))
-    if not math.isfinite(outcome.loss):
-        raise RuntimeError(f"the loss is {outcome.loss}: the model's numbers leave the range of {target.dtype}")
+    dist.all_reduce(latency_s, op=dist.ReduceOp.MAX)
+    loss_of_step, gradient_norm = global_mean(whole_loss).item(), _gradient_norm(model)
+    if not math.isfinite(loss_of_step):
+        raise RuntimeError(f"the loss is {loss_of_step}: the model's numbers leave the range of {target.dtype}")
     for parameter in model.parameters():
         parameter.grad = None
-    return latency_s, outcome
+    return _Measured(latency_s.item(), loss_of_step, gradient_norm)
 
 
 def _gradient_norm(model: PackedModel) -> float:
