@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 _MAX_SEED = 2**62  # of an epoch, too: torch takes their sum as a seed
 _MAX_REPEATS = 2**31 - 1  # their sum over all samples is an int64
+_LISTS_AHEAD = 64  # that a DataLoader may have fetched ahead of the trainer: two each of 32 workers
 _STEPS_KEPT = 8  # plans that are kept: a DataLoader's workers fetch ahead of the step that a trainer asks for
 
 
@@ -198,7 +199,9 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self._check_last_step(0)
         self._lowest_epoch: int | None = None  # that of the state loaded last
         keep_lists(BalancedBatchSampler)
-        gives_shared_samples(self, Topology(self._topology, num_replicas), "placed=True for its samples")
+        bags = Topology(self._topology, num_replicas)
+        gives_shared_samples(self, bags, "placed=True for its samples")
+        self._is_asked = all(len(bag) == 1 for bag in bags.bags)  # what a rank computes of its samples
 
     def __iter__(self) -> Iterator[list[int]]:
         keep_lists(BalancedBatchSampler)
@@ -212,6 +215,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
                 "say), expected load_state_dict again, or set_epoch with another epoch"
             )
         self._check_last_step(own.first)
+        if last.is_done:
+            self._warn_of_parts()
         self._next_pass = _Pass(own.epoch, 0)
         own.is_running = True
         try:
@@ -220,6 +225,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
                     indices = [index for index, _, _ in self._chunks(own, step, micro_batch)]
                     self._pass = own  # another iterator may have begun since: "this pass" is that of the last list
                     own.num_lists += 1
+                    if own.num_lists > _LISTS_AHEAD:
+                        self._warn_of_parts()
                     yield indices
             own.is_done = True
         finally:
@@ -269,6 +276,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     def step_plan(self, step: int) -> Plan:
         """The plan of an optimizer step of this pass. Its sequence ids number the step's samples."""
+        self._is_asked = True
         return self._planned_step(self._pass, self._asked(step))[1]
 
     def plan(self, step: int, micro_batch: int) -> Plan:
@@ -278,6 +286,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
     def chunks(self, step: int, micro_batch: int) -> list[tuple[int, int, int]]:
         """What this rank computes in a micro-batch of this pass: (index, begin, end) of each entry of its list, in
         order. The rank computes the tokens [begin, end) of that sample, all of them where it is not shared."""
+        self._is_asked = True
         return self._chunks(self._pass, self._asked(step), micro_batch)
 
     def _chunks(self, of: _Pass, step: int, micro_batch: int) -> list[tuple[int, int, int]]:
@@ -357,6 +366,17 @@ class BalancedBatchSampler(Sampler[list[int]]):
         if step * self._micro_batches < self._pass.num_lists:
             self._pass.num_seen = max(self._pass.num_seen, step + 1)
         return step
+
+    def _warn_of_parts(self) -> None:
+        """Of a model of the user's own it is not known what it computes: only whether its loop could know, once."""
+        if not self._is_asked:
+            self._is_asked = True
+            warnings.warn(
+                f"topology: got {self._topology}, whose ranks share samples, and no call of chunks() or plan(): a "
+                "model that computes its samples whole counts shared ones several times; expected sampler.chunks(step, "
+                "micro_batch) in the loop, or a topology of bags of one rank",
+                stacklevel=3,
+            )
 
     def _num_steps(self, of: _Pass) -> int:
         left = self._order.num_samples - of.first

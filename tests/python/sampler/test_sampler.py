@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import warnings
 
 import numpy as np
 import pytest
@@ -211,3 +212,30 @@ def test_tokens_that_bear_a_loss_are_counted_over_a_step():
         for counted in (images, torch.tensor(images), np.array(images)):
             assert ranks[0].num_tokens(step, counted) == sum(images[i] for i in held)
         assert ranks[0].num_tokens(step) == sum(lengths[i] for i in held)
+
+
+@pytest.mark.parametrize("num_lists", [10, 100])
+def test_a_loop_that_cannot_know_the_parts_of_samples_is_warned(num_lists):
+    """Its model computes shared samples whole on each of their ranks. As a DataLoader fetches ahead, the warning comes
+    behind as many lists as may be under way, or as the next pass begins."""
+
+    def sampler(topology):
+        lengths = [50] * (2 * num_lists)
+        return knapformer.BalancedBatchSampler(
+            lengths, batch_size=1, d_model=WIDTH, topology=topology, num_replicas=2, rank=0
+        )
+
+    expected = r"topology: got g2n1, whose ranks share .* expected sampler.chunks\(step, micro_batch\) in"
+    own = sampler("g2n1")
+    with warnings.catch_warnings(action="error"):
+        next(iter(own))  # a look
+        lists = iter(own)
+        assert len(list(itertools.islice(lists, 64))) == min(64, num_lists)
+        for other in (sampler("g1n2"), sampler("g2n1")):
+            for i, _ in enumerate(other):
+                other.plan(i, 0)
+            assert len(list(other)) == num_lists
+    with pytest.warns(UserWarning, match=expected):
+        next(lists) if num_lists > 64 else list(own)
+    with warnings.catch_warnings(action="error"):  # it is said once
+        list(lists), list(own)
