@@ -215,6 +215,7 @@ class Adapter(ABC):
     # videos (1, channels, ...) in place of tokens.
     text_beside: ClassVar[bool] = False
     of_grids: ClassVar[bool] = False
+    channels_first: ClassVar[bool] = False  # whether they are so among the numbers that the model predicts for a patch
 
     def __init__(self, max_text_tokens: int, num_controls: Mapping[str, int]) -> None:
         self.max_text_tokens = max_text_tokens
@@ -270,7 +271,7 @@ class Adapter(ABC):
         if not self.of_grids:
             return parts
         patch = self.patch(model.config)
-        return [unpatched(part, of, patch) for part, of in zip(parts, home.grids, strict=True)]
+        return [unpatched(part, of, patch, self.channels_first) for part, of in zip(parts, home.grids, strict=True)]
 
     @staticmethod
     def own(model: Any, sample: Sample) -> Any:
@@ -401,10 +402,11 @@ def clip_half(x: Tensor) -> Tensor:
     return x.clip(-65504, 65504) if x.dtype == torch.float16 else x
 
 
-def unpatched(patches: Tensor, grid: Sequence[int], patch: Sequence[int]) -> Tensor:
-    """(1, tokens, numbers of a patch with channels last) -> (1, channels, *sizes), of patches that lie in a grid."""
+def unpatched(patches: Tensor, grid: Sequence[int], patch: Sequence[int], channels_first: bool) -> Tensor:
+    """(1, tokens, numbers of a patch) -> (1, channels, *sizes), of patches that lie in a grid."""
     count = len(grid)
-    rows = patches.unflatten(2, (*patch, -1)).unflatten(1, tuple(grid))  # (1, *grid, *patch, channels)
-    channels_first: Tensor = rows.permute([0, -1, *itertools.chain(*((1 + i, 1 + count + i) for i in range(count)))])
+    rows = patches.unflatten(2, (-1, *patch) if channels_first else (*patch, -1))
+    rows = (rows.movedim(2, -1) if channels_first else rows).unflatten(1, tuple(grid))  # (1, *grid, *patch, channels)
+    moved: Tensor = rows.permute([0, -1, *itertools.chain(*((1 + i, 1 + count + i) for i in range(count)))])
     sizes = [size * side for size, side in zip(grid, patch, strict=True)]
-    return channels_first.reshape([1, -1, *sizes])
+    return moved.reshape([1, -1, *sizes])

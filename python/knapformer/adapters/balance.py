@@ -8,8 +8,7 @@ before.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, TypeVar
@@ -140,23 +139,12 @@ def _model_forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return type(model).forward(model, *args, **kwargs)
 
 
-@contextlib.contextmanager
-def _reported(balancer: SequenceBalancer | None) -> Iterator[None]:
-    """Tells an error to the ranks that wait for this one's lengths."""
-    try:
-        yield
-    except Exception as error:
-        if balancer is not None:
-            balancer.report(str(error))
-        raise
-
-
 def _packed_call(
     model: Any, samples: Sequence[Sample], *, planned: bool = False, placed: bool | None = None
 ) -> Predictions:
     state: _Balanced = model.__dict__[_STATE]
     adapter, balancer = state.adapter, state.balancer
-    with _reported(balancer):
+    try:
         if placed is None and not planned and (source := source_of_shared_samples()):
             raise StateError(f"placed: got none, in a process with {source}, or placed=False for other samples")
         adapter.check(model)
@@ -164,6 +152,10 @@ def _packed_call(
         of_samples = adapter.read(model, samples)
         home = adapter.embed(model, of_samples)
         residuals = residual_rows(adapter, of_samples, home)
+    except Exception as error:
+        if balancer is not None:  # other ranks wait for this one's lengths
+            balancer.report(str(error))
+        raise
 
     def run_alone(block: nn.Module, *args: Any) -> Any:
         if torch.is_grad_enabled() and getattr(model, "gradient_checkpointing", False):

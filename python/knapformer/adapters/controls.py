@@ -21,7 +21,7 @@ def residual_rows(adapter: Adapter, samples: Samples, home: Home) -> list[Tensor
         count = adapter.num_controls.get(name, 0)
         for i, given in enumerate(samples.values(name)):
             if given is not None and (not isinstance(given, list | tuple) or len(given) != count):
-                got = f"{len(given)}" if isinstance(given, list | tuple) else type(given).__name__
+                got = len(given) if isinstance(given, list | tuple) else type(given).__name__
                 expected = f"a list of {count} residuals, as controls= of knapformer.balance says"
                 raise ArgumentError(f"samples[{i}][{name!r}]: got {got}, expected {expected}")
         if count:
@@ -30,15 +30,14 @@ def residual_rows(adapter: Adapter, samples: Samples, home: Home) -> list[Tensor
 
 
 def _packed(name: str, count: int, samples: Samples, home: Home) -> Tensor:
-    streams, image_lens, *_ = home.rest
-    parts = [home.x.new_zeros(0, count, home.x.shape[1])]
+    (streams, image_lens, *_), width = home.rest, home.x.shape[1]
+    parts = [home.x.new_zeros(0, count, width)]
     for i, (given, length) in enumerate(zip(samples.values(name), image_lens, strict=True)):
-        shape = 1, length, home.x.shape[1]
         for k, residual in enumerate(given or ()):
-            check_shape(f"samples[{i}][{name!r}][{k}]", residual, shape)
-        parts.append(torch.cat(given).transpose(0, 1) if given else home.x.new_zeros(length, count, shape[2]))
+            check_shape(f"samples[{i}][{name!r}][{k}]", residual, (1, length, width))
+        parts.append(torch.cat(given).transpose(0, 1) if given else home.x.new_zeros(length, count, width))
     image = torch.cat(parts).to(home.x.dtype)
-    rows: Tensor = streams.join(image.new_zeros(len(streams.text_rows), *image.shape[1:]), image)
+    rows: Tensor = streams.join(image.new_zeros(len(streams.text_rows), count, width), image)
     # On all ranks alike, also where no sample has any: a ControlNet may train.
     return rows.requires_grad_() if torch.is_grad_enabled() and rows.is_leaf else rows
 

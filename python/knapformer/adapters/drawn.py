@@ -82,9 +82,14 @@ def _tokens(config: Any, size: Any, draw: Draw) -> Tensor:
     if not config.adapter.of_grids:
         has_text = "encoder_hidden_states" in config.adapter.required
         return draw.normal(1, size.visual_tokens if has_text else size.num_tokens, config.in_channels)
+    return random_grid(config, size, draw, config.in_channels)
+
+
+def random_grid(config: Any, size: Any, draw: Draw, channels: int) -> Tensor:
+    """(1, channels, *sizes): a picture, or a video."""
     patch = config.adapter.patch(config)
     grid = getattr(size, "grid", (1, *grid_of(size.visual_tokens)))[-len(patch) :]
-    return draw.normal(1, config.in_channels, *(count * side for count, side in zip(grid, patch, strict=True)))
+    return draw.normal(1, channels, *(count * side for count, side in zip(grid, patch, strict=True)))
 
 
 def _text(config: Any, size: Any, draw: Draw) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from knapformer.adapters.adapter import Home, Moved, Packed, RunBlock, clip_half
+from knapformer.adapters.adapter import Home, Moved, Packed, PackedForward, RunBlock, clip_half
 from knapformer.adapters.drawn import random_mask
 from knapformer.adapters.joint import (
     NORM_OUT,
@@ -47,12 +47,12 @@ class Flux(JointAdapter):
     optional: ClassVar[tuple[str, ...]] = ("guidance",)
     input_layer = "x_embedder"
     blocks = ("transformer_blocks", "single_transformer_blocks")
-    packed = {
+    packed: ClassVar[dict[str, PackedForward]] = {
         "FluxTransformerBlock": adaptive_double_block, "FluxSingleTransformerBlock": adaptive_single_block,
         **NORM_OUT,
     }  # fmt: skip
-    in_parts = ("attn", "norm1", "norm1_context", "norm")
-    processors = ("FluxAttnProcessor",)
+    in_parts: ClassVar[tuple[str, ...]] = ("attn", "norm1", "norm1_context", "norm")
+    processors: ClassVar[tuple[str, ...]] = ("FluxAttnProcessor",)
     controls = {
         "controlnet_block_samples": "transformer_blocks", "controlnet_single_block_samples": "single_transformer_blocks"
     }  # fmt: skip
@@ -84,13 +84,16 @@ class Flux(JointAdapter):
     def embed(self, model: Any, samples: Samples) -> Home:
         image, image_lens = samples.rows("hidden_states", model.config.in_channels)
         text, text_lens = samples.rows("encoder_hidden_states", model.config.joint_attention_dim)
-        image = model.x_embedder(image)
-        cond = self._condition(model, samples, image.dtype)
-        text = model.context_embedder(text)
-        rotation = rotations_of_ids(model, samples, txt_ids=text_lens, img_ids=image_lens)
-        return self.home(text, text_lens, image, image_lens, rotation, cond)
+        of_text, of_image = rotations_of_ids(model, samples, txt_ids=text_lens, img_ids=image_lens)
+        text_lens, text, of_text = samples.unmasked(
+            "attention_mask", text_lens, text, of_text, beside=image_lens, boolean=True
+        )
+        x = model.x_embedder(image)
+        cond = self._condition(model, samples, image.dtype, x.dtype)
+        return self.home(model.context_embedder(text), text_lens, x, image_lens, (of_text, of_image), cond)
 
-    def _condition(self, model: Any, samples: Samples, dtype: torch.dtype) -> Tensor:
+    def _condition(self, model: Any, samples: Samples, given: torch.dtype, dtype: torch.dtype) -> Tensor:
+        """given: the dtype of the image as it came; dtype: of the image, embedded."""
         pooled = samples.row_each("pooled_projections", model.config.pooled_projection_dim)
         guided = samples.expect("guidance", model.config.guidance_embeds)
         times = [samples.one_each("timestep"), *([samples.one_each("guidance")] if guided else [])]
@@ -113,7 +116,7 @@ class LongCatImage(Flux):
     small = {name: value for name, value in Flux.small.items() if name != "guidance_embeds"}
     named_configs = {}
 
-    def _condition(self, model: Any, samples: Samples, dtype: torch.dtype) -> Tensor:
+    def _condition(self, model: Any, samples: Samples, given: torch.dtype, dtype: torch.dtype) -> Tensor:
         return model.time_embed(samples.one_each("timestep").to(dtype) * 1000, dtype)
 
 
@@ -122,21 +125,17 @@ def pruned_norm(norm: Any, x: Tensor, rows: Tensor, packed: Packed) -> Tensor:
     return modulate(norm.norm(x), shift, scale, packed.of_token)
 
 
-class Chroma(JointAdapter):
+class Chroma(Flux):
     """FLUX whose rows of modulation come from one layer."""
 
     sequence = "text tokens that no mask hides, and image tokens"
     left_out = f"{Flux.left_out}, masks of numbers (which diffusers adds to the scores)"
+    required = JointAdapter.required
     optional = ("attention_mask",)
-    input_layer = "x_embedder"
-    blocks = Flux.blocks
     packed = {
         "ChromaTransformerBlock": double_block, "ChromaSingleTransformerBlock": single_block,
         "ChromaAdaLayerNormContinuousPruned": pruned_norm,
     }  # fmt: skip
-    in_parts = ("attn", "norm1", "norm1_context", "norm")
-    processors = ("FluxAttnProcessor",)
-    controls = Flux.controls
     small = {
         "in_channels": 6, "num_layers": 2, "num_single_layers": 1, "attention_head_dim": 14, "num_attention_heads": 3,
         "joint_attention_dim": 11, "axes_dims_rope": (2, 4, 8), "approximator_num_channels": 16,
@@ -144,21 +143,17 @@ class Chroma(JointAdapter):
     }  # fmt: skip
     conditions = {"attention_mask": lambda config, size, draw: _random_joint_mask(size)}
 
+    named_configs = {}
+
     def embed(self, model: Any, samples: Samples) -> Home:
-        image, image_lens = samples.rows("hidden_states", model.config.in_channels)
-        text, text_lens = samples.rows("encoder_hidden_states", model.config.joint_attention_dim)
-        of_text, of_image = rotations_of_ids(model, samples, txt_ids=text_lens, img_ids=image_lens)
-        text_lens, text, of_text = samples.unmasked(
-            "attention_mask", text_lens, text, of_text, beside=image_lens, boolean=True
-        )
-        image = model.x_embedder(image)
-        table = model.distilled_guidance_layer(
-            model.time_text_embed(samples.one_each("timestep").to(image.dtype) * 1000)
-        )
-        text = model.context_embedder(text)
-        home = self.home(text, text_lens, image, image_lens, (of_text, of_image), table)
-        home.rest = (*home.rest[:2], table[:, -2:])
+        home = super().embed(model, samples)
+        (table,), rest = home.sequence_features, home.rest
+        home.rest = (*rest[:2], table[:, -2:])
         return home
+
+    def _condition(self, model: Any, samples: Samples, given: torch.dtype, dtype: torch.dtype) -> Tensor:
+        times = model.time_text_embed(samples.one_each("timestep").to(dtype) * 1000)
+        return model.distilled_guidance_layer(times)
 
     def compute(self, model: Any, moved: Moved, run: RunBlock) -> Tensor:
         """Rows of modulation: of single blocks, of images in double blocks, of texts there, of the head."""
@@ -194,20 +189,19 @@ def parallel_block(block: Any, x: Tensor, rows: Tensor, chunks: JointChunks) -> 
     return clip_half(gated_add(x, update, gate, chunks.of_token))
 
 
-class Flux2(JointAdapter):
+class Flux2(Flux):
     """Its blocks share three modulations, computed once a step."""
 
     left_out = "the cache of reference images"
-    optional = ("guidance",)
-    input_layer = "x_embedder"
-    blocks = Flux.blocks
+    required = JointAdapter.required
+    in_parts = ("attn",)
+    controls = {}
     packed = {"Flux2TransformerBlock": double_block, "Flux2SingleTransformerBlock": parallel_block, **NORM_OUT}
     processors = ("Flux2AttnProcessor", "Flux2ParallelSelfAttnProcessor")
     small = {
         "in_channels": 5, "num_layers": 1, "num_single_layers": 2, "attention_head_dim": 12, "num_attention_heads": 3,
         "joint_attention_dim": 10, "timestep_guidance_channels": 16, "mlp_ratio": 2.5, "axes_dims_rope": (2, 4, 4, 2),
     }  # fmt: skip
-    block_counts = {"double": "num_layers", "single": "num_single_layers"}
     named_configs = {
         "flux2": {},
         "flux2-demo": {
@@ -216,18 +210,11 @@ class Flux2(JointAdapter):
         },
     }  # fmt: skip
 
-    def embed(self, model: Any, samples: Samples) -> Home:
-        config = model.config
-        image, image_lens = samples.rows("hidden_states", config.in_channels)
-        text, text_lens = samples.rows("encoder_hidden_states", config.joint_attention_dim)
-        time = samples.one_each("timestep").to(image.dtype) * 1000
+    def _condition(self, model: Any, samples: Samples, given: torch.dtype, dtype: torch.dtype) -> Tensor:
         # As in diffusers, guidance is left out where the model was made without it.
-        guided = samples.expect("guidance", getattr(config, "guidance_embeds", True))
-        guidance = samples.one_each("guidance").to(image.dtype) * 1000 if guided else None
-        cond = model.time_guidance_embed(time, guidance)
-        rotation = rotations_of_ids(model, samples, txt_ids=text_lens, img_ids=image_lens)
-        image, text = model.x_embedder(image), model.context_embedder(text)
-        return self.home(text, text_lens, image, image_lens, rotation, cond)
+        guided = samples.expect("guidance", getattr(model.config, "guidance_embeds", True))
+        guidance = samples.one_each("guidance").to(given) * 1000 if guided else None
+        return model.time_guidance_embed(samples.one_each("timestep").to(given) * 1000, guidance)
 
     def compute(self, model: Any, moved: Moved, run: RunBlock) -> Tensor:
         chunks, (cond,) = self.chunks(moved), moved.of_chunk

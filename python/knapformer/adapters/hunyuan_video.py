@@ -49,7 +49,7 @@ class Hunyuan(JointAdapter):
     """What HunyuanVideo and HunyuanVideo 1.5 share."""
 
     input_layer = "x_embedder.proj"
-    of_grids = True
+    of_grids = channels_first = True
     refiners = ("context_embedder.token_refiner.refiner_blocks",)
     in_parts = ("attn", "norm1", "norm1_context", "norm", "norm_out")
     min_text_tokens = 1
@@ -77,15 +77,8 @@ class Hunyuan(JointAdapter):
         lens = list(map(math.prod, grids))
         x = model.x_embedder(videos, Packed(Segments.of_lengths(lens, samples.like.device)))
         turns = rotations_of_grids(model.rope, videos)
-        unturned = torch.tensor([1.0, 0.0], device=x.device).expand(len(text), *turns.shape[1:])
         kinds = torch.cat([torch.ones(0), *(1 + (torch.arange(math.prod(g)) < g[1] * g[2]) for g in grids)])
-        home = self.home(text, text_lens, x, lens, (unturned, turns), cond, kinds if first_frame else None)
-        home.grids = grids
-        return home
-
-    def last(self, model: Any, image: Tensor, cond: Tensor, packed: Packed) -> Tensor:
-        out = super().last(model, image, cond, packed)
-        return out.unflatten(1, (-1, *self.patch(model.config))).movedim(1, -1).flatten(1)
+        return self.home(text, text_lens, x, lens, (None, turns), cond, kinds if first_frame else None, grids)
 
     @staticmethod
     def patch(config: Any) -> tuple[int, ...]:

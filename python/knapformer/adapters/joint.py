@@ -162,13 +162,14 @@ class JointAdapter(Adapter):
         text_lens: list[int],
         image: Tensor,
         image_lens: list[int],
-        rotation: Sequence[Tensor] | None,
+        rotation: tuple[Tensor | None, Tensor] | None,
         cond: Tensor,
         kinds: Tensor | None = None,
+        grids: Sequence[Any] = (),
     ) -> Home:
-        """text (text tokens, width), image (image tokens, width), rotation: the rows of each. cond (samples, width), or
-        of several rows a sample, of which the head takes the first. kinds (image tokens,) from 1 on, on the CPU, where
-        they are of several."""
+        """text (text tokens, width), image (image tokens, width), rotation: the rows of each, None of text that is not
+        rotated. cond (samples, width), or of several rows a sample, of which the head takes the first. kinds (image
+        tokens,) from 1 on, on the CPU, where they are of several."""
         # On the CPU: the host reads which tokens of its chunks are text, without waiting for a device.
         is_text = text_flags(text_lens, image_lens)
         kind_of_token = (~is_text).to(torch.uint8)
@@ -177,12 +178,19 @@ class JointAdapter(Adapter):
         streams = TwoStreams.of_flags(is_text, image.device)
         dtype = torch.promote_types(text.dtype, image.dtype)
         text, image = text.to(dtype), image.to(dtype)
+        features = [kind_of_token]
+        if rotation is not None:
+            of_text, of_image = rotation
+            if of_text is None:
+                of_text = torch.tensor([1.0, 0.0], device=text.device).expand(len(text), *of_image.shape[1:])
+            features.append(streams.join(of_text, of_image))
         return Home(
             x=streams.join(text, image),
             seq_lens=[text + image for text, image in zip(text_lens, image_lens, strict=True)],
-            features=[kind_of_token] if rotation is None else [kind_of_token, streams.join(*rotation)],
+            features=features,
             sequence_features=[cond],
             rest=(streams, image_lens, cond if cond.ndim == 2 else cond[:, 0]),
+            grids=list(grids),
         )
 
     @staticmethod
@@ -319,8 +327,8 @@ def adaptive_double_block(
     return double_block(block, text, image, text_rows, adaptive_rows(block.norm1, of_image, 6), chunks)
 
 
-def rotations_of_ids(model: Any, samples: Samples, **lens: list[int]) -> list[Tensor]:
+def rotations_of_ids(model: Any, samples: Samples, **lens: list[int]) -> tuple[Tensor, ...]:
     """By the positions in these arguments. lens: how many rows of each argument each sample has."""
     num_axes = len(model.config.axes_dims_rope)
     all_ids = (samples.rows_like(name, num_axes, of) for name, of in lens.items())
-    return [rotation_rows(*model.pos_embed(ids)) for ids in all_ids]
+    return tuple(rotation_rows(*model.pos_embed(ids)) for ids in all_ids)

@@ -3,7 +3,6 @@ them and themselves. A prediction has a row for each token, as the model's own; 
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from knapformer import ArgumentError
+from knapformer import ArgumentError, masked
+from knapformer._torch import MaskTables
 from knapformer.adapters.adapter import (
     Adapter,
     Chunks,
@@ -28,7 +28,6 @@ from knapformer.adapters.adapter import (
 )
 from knapformer.adapters.samples import Samples, on_host
 from knapformer.device_copies import to_device
-from knapformer.models.attention import PackedAttention
 from knapformer.models.packing import TwoStreams, gated_add, modulate
 
 _PICTURES = 32  # that a sample has room for; the last is predicted
@@ -40,43 +39,17 @@ class CausalChunks(Chunks):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attention(self, attn: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """By torch's own attention, whatever backend was chosen: others have not this mask."""
-        return self.step.attention(q, k, v, self.sequences.kernel(_block_causal)).flatten(1)
+        """By the project's own attention, whatever backend was chosen: others have not this mask."""
+        return self.step.attention(q, k, v, self.sequences.kernel(masked.attend)).flatten(1)
 
 
-def _block_causal(q: Tensor, k: Tensor, v: Tensor, streams: TwoStreams, *of_streams: Any) -> Tensor:
-    """of_streams: for text and for pictures the kernel, the keys that they see, one after another, None of all in
-    order; and the lengths."""
-    outs = []
-    for of, (kernel, seen, *lens) in zip(streams.split(q), of_streams, strict=True):
-        keys, values = (t if seen is None else t.index_select(0, seen) for t in (k, v))
-        outs.append(kernel(of, keys, values, *lens))
-    return streams.join(*outs)
-
-
-def _prepared(parts: Tensor, spans: Sequence[tuple[int, int]], device: torch.device) -> tuple[Any, ...]:
-    """For sequences of these parts: tokens of text, picture, text, ... A picture attends to all up to its end, a token
-    of text up to itself."""
-    found: tuple[list[tuple[int, int, int]], ...] = ([], [])  # of text, of pictures: queries, keys, the first key
-    is_text: list[bool] = []
-    start = 0
-    for of_sequence, (first, count) in zip(parts.tolist(), spans, strict=True):
-        ends = [0, *itertools.accumulate(of_sequence)]
-        for part, (begin, end) in enumerate(itertools.pairwise(ends)):
-            stop = min(end, first + count)
-            here = max(0, stop - max(begin, first))
-            if here:
-                found[part % 2].append((here, end if part % 2 else stop, start))
-            is_text += [part % 2 == 0] * here
-        start += ends[-1]
-    of_streams = []
-    for kernel, of in ((PackedAttention("causal"), found[0]), (PackedAttention(), found[1])):
-        seen = torch.cat([torch.zeros(0).long(), *(torch.arange(num) + first for _, num, first in of)])
-        is_all = torch.equal(seen, torch.arange(start))
-        starts = [num - here for here, num, _ in of]
-        lens = [here for here, *_ in of], [num for _, num, _ in of], starts
-        of_streams.append((kernel, None if is_all else to_device(seen, device), *lens))
-    return TwoStreams.of_flags(torch.tensor(is_text, dtype=torch.bool), device), *of_streams
+def _layout_of(parts: Tensor, spans: Sequence[tuple[int, int]], device: torch.device) -> tuple[Any]:
+    """For masked.attend, of sequences of these parts: tokens of text, picture, text, ... A picture attends to all up to
+    its end, a token of text up to itself."""
+    masks = [" ".join(f"{'cf'[i % 2]}{count}" for i, count in enumerate(of) if count) for of in parts.tolist()]
+    lens = parts.sum(1).tolist()
+    cuts = [(first, count, 0, length) for (first, count), length in zip(spans, lens, strict=True)]
+    return (masked.layout_on(MaskTables(masks, lens, cuts), device),)
 
 
 def block(block: Any, x: Tensor, rows: Tensor, chunks: CausalChunks) -> Tensor:
@@ -177,7 +150,7 @@ class QwenImage21(Adapter):
     def compute(self, model: Any, moved: Moved, run: RunBlock) -> Tensor:
         step, x, (turns, known), (cond, parts) = moved
         rows, of_token = rows_of_runs(cond, step.chunk_lens, known)
-        rotation, sequences = rotation_of(turns, x.dtype), OfSequences(parts, _prepared)
+        rotation, sequences = rotation_of(turns, x.dtype), OfSequences(parts, _layout_of)
         chunks = CausalChunks(step=step, of_token=of_token, rotation=rotation, sequences=sequences)
         return chunks.through(model.transformer_blocks, run, x, model.modulation(rows))
 

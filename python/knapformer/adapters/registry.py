@@ -28,6 +28,7 @@ _ADAPTERS: dict[str, str | type[Adapter]] = {
     "knapformer.models.transformer.Transformer": "knapformer.adapters.plain:Plain",
     "SkyReelsV2Transformer3DModel": "knapformer.adapters.wan:SkyReelsV2",
     "WanTransformer3DModel": "knapformer.adapters.wan:Wan",
+    "WanVACETransformer3DModel": "knapformer.adapters.wan:WanVACE",
 }
 
 

@@ -53,6 +53,5 @@ class StableDiffusion3(JointAdapter):
         pooled = samples.row_each("pooled_projections", config.pooled_projection_dim)
         image = torch.cat([model.pos_embed(picture).flatten(0, 1) for picture in pictures])
         cond = model.time_text_embed(samples.one_each("timestep"), pooled)
-        home = self.home(model.context_embedder(text), text_lens, image, list(map(math.prod, grids)), None, cond)
-        home.grids = grids
-        return home
+        text, lens = model.context_embedder(text), list(map(math.prod, grids))
+        return self.home(text, text_lens, image, lens, None, cond, grids=grids)

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from knapformer import StateError
+from knapformer import ArgumentError, StateError
 from knapformer.adapters.adapter import (
     Adapter,
     Chunks,
@@ -27,7 +27,7 @@ from knapformer.adapters.adapter import (
     rotations_of_grids,
     runs_of,
 )
-from knapformer.adapters.drawn import random_image
+from knapformer.adapters.drawn import random_grid, random_image
 from knapformer.adapters.samples import Samples, check_shape, context_of_rows, one_after_another, rows_of_context
 from knapformer.models.attention import Pairing, pairing_of
 from knapformer.models.packing import gated_add, modulate
@@ -72,12 +72,22 @@ def block(block: Any, x: Tensor, contexts: list[Tensor], time_rows: Tensor, chun
     return gated_add(x.float(), hidden.float(), gate_ff, of_token).to(dtype)
 
 
+def vace_block(
+    vace: Any, x: Tensor, control: Tensor, contexts: list[Tensor], time_rows: Tensor, chunks: WanChunks
+) -> tuple[Tensor, Tensor]:
+    """As WanVACETransformerBlock.forward: what is added to the video, and the control for the next such block."""
+    if vace.proj_in is not None:
+        control = vace.proj_in(control) + x
+    control = block(vace, control, contexts, time_rows, chunks)
+    return vace.proj_out(control), control
+
+
 class Wan(Adapter):
     sequence = "video patches; text and picture travel beside"
-    required = ("hidden_states", "timestep", "encoder_hidden_states")
-    optional = ("encoder_hidden_states_image",)
+    required: ClassVar[tuple[str, ...]] = ("hidden_states", "timestep", "encoder_hidden_states")
+    optional: ClassVar[tuple[str, ...]] = ("encoder_hidden_states_image",)
     input_layer = "patch_embedding"
-    blocks = ("blocks",)
+    blocks: ClassVar[tuple[str, ...]] = ("blocks",)
     packed = {"WanTransformerBlock": block}
     in_parts = ("attn1", "attn2", "condition_embedder")
     processors = ("WanAttnProcessor",)
@@ -115,7 +125,7 @@ class Wan(Adapter):
         config, embedder = model.config, model.condition_embedder
         videos, grids = samples.grids("hidden_states", config.in_channels, self.patch(config))
         lens = list(map(math.prod, grids))
-        x = torch.cat([model.patch_embedding(video).flatten(2).transpose(1, 2).flatten(0, 1) for video in videos])
+        x = _patched(model.patch_embedding, videos)
         rotation = rotations_of_grids(model.rope, videos)
 
         text, text_lens = samples.rows("encoder_hidden_states", config.text_dim)
@@ -188,6 +198,52 @@ class SkyReelsV2(Wan):
         super().check(model)
         if (frames := model.config.num_frame_per_block) > 1:
             raise StateError(f"transformer: got a model with num_frame_per_block {frames}, expected 1")
+
+
+class WanVACE(Wan):
+    """diffusers' WanVACETransformer3DModel. Blocks of their own read the control, which travels with its tokens."""
+
+    sequence = "video and control patches; text and picture travel beside"
+    left_out = "control of another size, `control_hidden_states_scale`"
+
+    required = (*Wan.required, "control_hidden_states")
+    blocks = ("vace_blocks", "blocks")
+    packed = Wan.packed | {"WanVACETransformerBlock": vace_block}
+    small = Wan.small | {"num_layers": 3, "vace_layers": [0, 2], "vace_in_channels": 5}
+    conditions = Wan.conditions | {
+        "timestep": lambda config, size, draw: 1000 * draw.time(),
+        "control_hidden_states": lambda config, size, draw: random_grid(config, size, draw, config.vace_in_channels),
+    }
+    named_configs = {}
+
+    def embed(self, model: Any, samples: Samples) -> Home:
+        home, config = super().embed(model, samples), model.config
+        videos, grids = samples.grids("control_hidden_states", config.vace_in_channels, self.patch(config))
+        for i, (got, expected) in enumerate(zip(grids, home.grids, strict=True)):
+            if got != expected:
+                where = f"samples[{i}]['control_hidden_states']"
+                raise ArgumentError(f"{where}: got {got} patches, expected {expected}, as hidden_states have")
+        home.features.append(_patched(model.vace_patch_embedding, videos))
+        return home
+
+    def compute(self, model: Any, moved: Moved, run: RunBlock) -> Tensor:
+        *features, control = moved.features
+        layers = dict(zip(sorted(model.config.vace_layers), model.vace_blocks, strict=True))
+        hints: dict[Any, Tensor] = {}
+
+        def run_controlled(block: Any, x: Tensor, *conditions: Any) -> Tensor:
+            nonlocal control
+            if not hints:  # before the first block
+                for layer, of_control in layers.items():
+                    hints[model.blocks[layer]], control = run(of_control, x, control, *conditions)
+            x = run(block, x, *conditions)
+            return x + hints[block] if block in hints else x
+
+        return super().compute(model, moved._replace(features=features), run_controlled)
+
+
+def _patched(embedding: Any, videos: list[Tensor]) -> Tensor:
+    return torch.cat([embedding(video).flatten(2).transpose(1, 2).flatten(0, 1) for video in videos])
 
 
 _CLIP_TOKENS = 257  # of a picture

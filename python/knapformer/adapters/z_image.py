@@ -84,9 +84,8 @@ class ZImage(JointAdapter):
         alone = Chunks.alone(text_lens, text, rotation_of(of_text, text.dtype))
         for each in model.context_refiner:
             text = each(text, None, alone)
-        home = self.home(text, text_lens, image, image_lens, (of_text, of_image), cond)
+        home = self.home(text, text_lens, image, image_lens, (of_text, of_image), cond, grids=sizes)
         home.sequence_features.append(torch.tensor([text_lens, image_lens], dtype=torch.int64).t())
-        home.grids = sizes
         return home
 
     def compute(self, model: Any, moved: Moved, run: RunBlock) -> Tensor:

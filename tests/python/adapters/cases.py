@@ -60,6 +60,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "wan-two-heads": (WAN, {"num_attention_heads": 2}),
     "wan-image": (WAN, {"image_dim": 11, "added_kv_proj_dim": 42}),
     "wan-image-as-text": (WAN, {"image_dim": 11, "num_layers": 1}),
+    "wan-vace": ("WanVACETransformer3DModel", {"image_dim": 11, "added_kv_proj_dim": 42}),
     "wan-two-images": (WAN, {"image_dim": 11, "added_kv_proj_dim": 42, "pos_embed_seq_len": 12, "num_layers": 1}),
 }  # fmt: skip
 

@@ -98,6 +98,12 @@ def test_inputs_of_other_dtypes_are_those_of_diffusers(case: str, name: str, dty
             torch.rand(1, 12, 11),
             "got shape (1, 12, 11), expected (2, 6, 11)",
         ),
+        (
+            "wan-vace",
+            "control_hidden_states",
+            torch.rand(1, 5, 1, 6, 8),
+            "got (1, 3, 4) patches, expected (1, 3, 5), as hid",
+        ),
         ("wan-two-heads", "encoder_hidden_states_image", torch.rand(1, 7, 11), "got one, expected none"),
     ],
 )
