@@ -78,11 +78,11 @@ def test_a_deep_copy_is_balanced_and_its_own() -> None:
     assert not torch.equal(model(samples)[0], expected)
 
 
-@pytest.mark.parametrize("when", ["before", "after", "wrapped"])
-def test_adapters_of_peft_count(when: str) -> None:
+@pytest.mark.parametrize(("when", "dora"), [("before", False), ("after", False), ("wrapped", False), ("before", True)])
+def test_adapters_of_peft_count(when: str, dora: bool) -> None:
     peft = pytest.importorskip("peft")
     targets = ["to_q", "to_k", "to_out.0", "add_v_proj", "proj_mlp", "proj_out", "x_embedder", "norm1.linear"]
-    lora = peft.LoraConfig(r=3, lora_alpha=5, target_modules=targets, init_lora_weights=False)
+    lora = peft.LoraConfig(r=3, lora_alpha=5, target_modules=targets, init_lora_weights=False, use_dora=dora)
     model: Any = CASE.make()
     if when == "after":
         knapformer.balance(model)
