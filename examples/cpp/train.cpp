@@ -102,7 +102,7 @@ int main() {
                                    return attend(q, k, v, rows.query_lens);
                                  }});
         });
-        const at::Tensor loss = (moves.reverse_route(h).x - x.roll(1, 1)).square().sum();
+        const at::Tensor loss = (moves.reverse_route(h) - x.roll(1, 1)).square().sum();
         losses[static_cast<size_t>(rank)] = loss.item<double>();
         of_rank[static_cast<size_t>(rank)] = gradients(loss, model);
       });

@@ -32,10 +32,7 @@ void bind_planning_ahead(py::module_& m) {
              for (const auto& [name, per_token] : fields) named.push_back({.name = name, .per_token = per_token});
              return std::make_shared<Samples>(std::move(named), std::move(samples), lengths_from(seq_lens));
            }),
-           py::arg("fields"), py::arg("samples"), py::arg("seq_lens"),
-           R"(fields: the name of each field, and whether it has a row for each token. samples: the tensors of each
-sample, in the order of the fields: dense, on the CPU, without gradients. seq_lens: tokens of each sample. Raises
-ArgumentError.)")
+           py::arg("fields"), py::arg("samples"), py::arg("seq_lens"), "As in sample_exchange.h.")
       .def_property_readonly("seq_lens", &Samples::seq_lens, "Tokens of each sample.");
 }
 

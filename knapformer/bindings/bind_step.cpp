@@ -6,28 +6,8 @@ using namespace knapformer;  // NOLINT: this file is nothing but names of the li
 
 namespace {
 
-/// Whether a kernel says that it takes parts of queries.
-bool cuts_queries(py::handle attend) {
-  const bool has_attributes =
-      PyFunction_Check(attend.ptr()) == 0 ||
-      reinterpret_cast<PyFunctionObject*>(attend.ptr())->func_dict != nullptr;  // a miss is slow
-  return has_attributes && py::bool_(py::getattr(attend, "cuts_queries", py::bool_(false)));
-}
-
-/// Whether a kernel goes by the planned masks (knapformer/masked.py).
-bool takes_masks(py::handle attend) {
-  return PyFunction_Check(attend.ptr()) == 0 && py::bool_(py::getattr(attend, "takes_masks", py::bool_(false)));
-}
-
-/// The kernel of attention without `attend`. Its module loads FlexAttention, so it is imported when it is used.
-py::object own_kernel(const Step& self) {
-  const std::optional<Mask>& mask = self.common_mask();
-  const py::object kernel_for = py::module_::import("knapformer.models.attention").attr("kernel_for");
-  return kernel_for(mask ? py::cast(mask->str()) : py::none());
-}
-
-/// Calls `attend` under the GIL, whether or not the caller holds it.
-Attend attend_from(const Step& self, const py::object& attend) {
+/// Calls `attend` under the GIL, whether or not the caller holds it. cuts, by_masks: as Attend has them.
+Attend attend_from(const Step& self, const py::object& attend, bool cuts, bool by_masks) {
   if (PyCallable_Check(attend.ptr()) == 0) throw_argument("attend", type_of(attend), "a function");
   const auto called = [&self](const py::object& kernel, const auto&... arguments) {
     const py::gil_scoped_acquire acquire;
@@ -44,7 +24,6 @@ Attend attend_from(const Step& self, const py::object& attend) {
       throw;
     }
   };
-  const bool by_masks = takes_masks(attend), cuts = by_masks || cuts_queries(attend);
   Attend made{.kernel =
                   [called, &attend, by_masks, cuts](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                                     const SequenceRows& rows) {
@@ -76,14 +55,14 @@ KernelMask kernel_mask_from(const py::object& mask) {
   return name == "planned" ? std::nullopt : std::optional(Mask::parse(name));
 }
 
-/// None: the kernel's own attribute `mask`, as PackedAttention has it, or "full".
-KernelMask mask_applied_by(const py::object& attend, const py::object& mask) {
-  std::optional<std::string> own;
-  if (PyFunction_Check(attend.ptr()) == 0) own = as_text(py::getattr(attend, "mask", py::none()));  // a miss is slow
-  if (mask.is_none() && !own && takes_masks(attend)) return std::nullopt;
-  if (mask.is_none()) return Mask::parse(own.value_or("full"));
-  if (own && own != as_text(mask)) throw_argument("mask", shown(mask), text("'", *own, "', as attend.mask says"));
-  return kernel_mask_from(mask);
+/// own: what the kernel says, or None. given: what the caller says, or None.
+KernelMask mask_applied(const py::object& own, const py::object& given, bool by_masks) {
+  const std::optional<std::string> of_kernel = as_text(own);
+  if (given.is_none() && !of_kernel && by_masks) return std::nullopt;
+  if (given.is_none()) return Mask::parse(of_kernel.value_or("full"));
+  if (of_kernel && of_kernel != as_text(given))
+    throw_argument("mask", shown(given), text("'", *of_kernel, "', as attend.mask says"));
+  return kernel_mask_from(given);
 }
 
 /// parts: of each sequence the first query, queries, the first key, keys; none: all of all.
@@ -106,10 +85,12 @@ MaskTables tables_of(const py::object& masks, const py::object& seq_lens,
 auto tensor(const char* argument) {
   return [argument](const py::object& given) { return tensor_from(given, argument); };
 }
+auto tensors(const char* argument) {
+  return [argument](const py::object& given) { return tensors_from(given, argument); };
+}
 
-auto tuple_of(const Step::Returned& out) { return std::tuple(out.seq_lens, out.x); }
+auto tuple_of(const Step::Routed& out) { return std::tuple(out.x, out.features, out.sequence_features); }
 auto tuple_of(const Step::AttentionInputs& out) { return std::tuple(out.seq_lens, out.q, out.k, out.v); }
-auto tuple_of(const Step::AttentionOutput& out) { return std::tuple(out.chunk_lens, out.o); }
 auto as_tuple(auto method) {
   return [method](const Step& self, const auto&... given) { return tuple_of((self.*method)(given...)); };
 }
@@ -133,47 +114,31 @@ void bind_step(py::module_& m) {
           "For FlexAttention: by range the first keys and ends of queries, and lists of blocks (masked_attention.h).");
   m.def("masked_attention", &masked_attention, py::call_guard<py::gil_scoped_release>(), py::arg("q"), py::arg("k"),
         py::arg("v"), py::arg("runs"), "Of tensors on the CPU, by MaskTables.runs (masked_attention.h).");
-  py::class_<Step> step(m, "Step", R"(A plan on this rank, with the tables and groups by which its tensors move.
-
-What balancer.step returns, and balancer.current. Its methods are those of SequenceBalancer, which go by the step in
-force; a step that is held goes by itself, whatever is planned after it.)");
-  const auto property = properties_of(step);
-  property("plan", "The Plan of this micro-batch.", &Step::step_plan);
-  property("seq_lens", "int32 on the CPU: tokens of this rank's sequences.", &Step::seq_lens);
-  property("chunk_lens", "int32 on the CPU: tokens of the chunks that this rank holds, in row order.",
-           &Step::chunk_lens);
-  step.def(
-          "route",
-          [](const Step& self, const py::object& x, const py::object& features,
-             const py::object& sequence_features) -> py::tuple {
-            Step::Routed routed = convert_then_call(
-                self,
-                [&] {
-                  return std::tuple(tensor_from(x, "x"), tensors_from(features, "features"),
-                                    tensors_from(sequence_features, "sequence_features"));
-                },
-                &Step::route);
-            if (sequence_features.is_none()) return py::make_tuple(routed.chunk_lens, routed.x, routed.features);
-            return py::make_tuple(routed.chunk_lens, routed.x, routed.features, routed.sequence_features);
-          },
-          py::arg("x"), py::arg("features") = py::none(), py::arg("sequence_features") = py::none())
-      .def("reverse_route", converting<const Step>(as_tuple(&Step::reverse_route), tensor("x")), py::arg("x"))
+  py::class_<Step>(m, "Step", "What knapformer.Step is made of.")
+      .def(py::init<const Step&>())
+      .def_property_readonly("plan", &Step::step_plan)
+      .def_property_readonly("seq_lens", &Step::seq_lens)
+      .def_property_readonly("chunk_lens", &Step::chunk_lens)
+      .def_property_readonly("common_mask",
+                             [](const Step& self) {
+                               const std::optional<Mask>& mask = self.common_mask();
+                               return mask ? std::optional(mask->str()) : std::nullopt;
+                             })
+      .def("route", converting<const Step>(as_tuple(&Step::route), tensor("x"), tensors("features"),
+                                           tensors("sequence_features")))
+      .def("reverse_route", converting<const Step>(&Step::reverse_route, tensor("x")))
       .def("pre_attn",
-           converting<const Step>(as_tuple(&Step::pre_attn), tensor("q"), tensor("k"), tensor("v"), kernel_mask_from),
-           py::arg("q"), py::arg("k"), py::arg("v"), py::arg("mask") = "full")
-      .def("post_attn", converting<const Step>(as_tuple(&Step::post_attn), tensor("o")), py::arg("o"))
-      .def(
-          "attention",
-          [](const Step& self, const py::object& q, const py::object& k, const py::object& v, py::object attend,
-             const py::object& mask) {
-            return convert_then_call(
-                self,
-                [&] {
-                  if (attend.is_none()) attend = own_kernel(self);
-                  return std::tuple(tensor_from(q, "q"), tensor_from(k, "k"), tensor_from(v, "v"),
-                                    attend_from(self, attend), mask_applied_by(attend, mask));
-                },
-                &Step::attention);
-          },
-          py::arg("q"), py::arg("k"), py::arg("v"), py::arg("attend") = py::none(), py::arg("mask") = py::none());
+           converting<const Step>(as_tuple(&Step::pre_attn), tensor("q"), tensor("k"), tensor("v"), kernel_mask_from))
+      .def("post_attn", converting<const Step>(&Step::post_attn, tensor("o")))
+      .def("attention",
+           [](const Step& self, const py::object& q, const py::object& k, const py::object& v, const py::object& attend,
+              bool cuts, bool by_masks, const py::object& own_mask, const py::object& mask) {
+             return convert_then_call(
+                 self,
+                 [&] {
+                   return std::tuple(tensor_from(q, "q"), tensor_from(k, "k"), tensor_from(v, "v"),
+                                     attend_from(self, attend, cuts, by_masks), mask_applied(own_mask, mask, by_masks));
+                 },
+                 &Step::attention);
+           });
 }

@@ -81,9 +81,7 @@ PYBIND11_MODULE(_torch, m) {
       [](const py::object& group, const std::string& message) {
         Ranks::refuse(group_from(group), ArgumentError(message));
       },
-      py::arg("group"), py::arg("message"),
-      R"(Tells the other ranks of the group, which are making a balancer, that this one makes none: they raise
-ArgumentError with this message. Not collective.)");
+      py::arg("group"), py::arg("message"), "Tells ranks that make a balancer why this one cannot (Ranks::refuse).");
   BalancerClass balancer = bind_balancer(m);
   bind_planning(balancer);
   CommGroup::set_drop_process_group(drop_without_gil);

@@ -33,14 +33,14 @@ SequenceBalancer::SequenceBalancer(std::string_view topology, BalancerOptions op
 }
 
 Planning SequenceBalancer::planning_of(int64_t d_model, int32_t num_micro_batches) const {
-  Planning planning{.d_model = d_model,
-                    .topology = ranks_->topology(),
-                    .options = ranks_->options(),
+  Planning planning{.options = ranks_->options(),
                     .rank = ranks_->rank(),
                     .first_number = ranks_->take_numbers(std::max(num_micro_batches, 1)),
                     .num_micro_batches = num_micro_batches};
-  planning.options.plan.workload.gamma = feedback_.observer().gamma();
-  planning.options.plan.rank_speed = feedback_.observer().rank_speed();
+  PlanInput& plan = planning.options.plan;
+  plan.d_model = d_model;
+  plan.workload.gamma = feedback_.observer().gamma();
+  plan.rank_speed = feedback_.observer().rank_speed();
   return planning;
 }
 

@@ -174,8 +174,6 @@ GatheredLengths own_lengths(std::span<const int64_t> seq_lens, int64_t d_model, 
 StepInput Planning::input(GatheredLengths gathered) const {
   PlanInput input = options.plan;
   input.seq_lens = std::move(gathered.lengths);
-  input.topology = topology;
-  input.d_model = d_model;
   std::vector<Mask> masks;
   for (const std::optional<Mask>& mask : gathered.masks) masks.push_back(mask.value_or(options.mask));
   masks.empty() ? input.give_mask(options.mask) : input.give_masks(std::move(masks));

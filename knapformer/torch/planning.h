@@ -15,7 +15,6 @@
 #include <vector>
 
 #include "knapformer/core/model/mask.h"
-#include "knapformer/core/model/topology.h"
 #include "knapformer/core/plan/exchange_table.h"
 #include "knapformer/core/plan/micro_batch_plan.h"
 #include "knapformer/core/plan/plan.h"
@@ -155,9 +154,7 @@ struct Planned {
 
 /// All that planning follows beside the lengths: copies, so that it may outlive a balancer.
 struct Planning {
-  int64_t d_model = 0;
-  Topology topology;
-  BalancerOptions options;  // with what was learned from steps in them
+  BalancerOptions options;  // with the width, and what was learned from steps, in their PlanInput
   Rank rank;
   int64_t first_number = 0;  // of the steps that will be planned
   int32_t num_micro_batches = 1;

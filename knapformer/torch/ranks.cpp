@@ -54,15 +54,14 @@ void add_setting(Fingerprint& fingerprint, const std::string& name, const T& val
 
 /// Of a balancer with these options: ranks of different ones would plan differently. Throws ArgumentError where an
 /// option is wrong.
-Fingerprint fingerprint_of(const BalancerOptions& options, const Topology& topology) {
+Fingerprint fingerprint_of(const BalancerOptions& options) {
   PlanInput empty = options.plan;
-  empty.seq_lens = SequenceLengths::from_lists(std::vector<std::vector<int64_t>>(topology.num_ranks()));
-  empty.topology = topology;
+  empty.seq_lens = SequenceLengths::from_lists(std::vector<std::vector<int64_t>>(empty.topology.num_ranks()));
   empty.d_model = 1;
   static_cast<void>(plan_micro_batch(std::move(empty), options.solver, options.effort));  // checks the options
   Fingerprint fingerprint("SequenceBalancer");
   fingerprint.add("version", std::to_string(kProtocolVersion));
-  fingerprint.add("topology", topology.str());
+  fingerprint.add("topology", options.plan.topology.str());
   PlanInput::for_each_setting(options.plan,
                               [&](const char* name, const auto& value) { add_setting(fingerprint, name, value); });
   fingerprint.add("solver", options.solver);
@@ -78,8 +77,8 @@ Ranks::Ranks(std::string_view topology, BalancerOptions options, ProcessGroupPtr
              const MakeBagGroup& make_bag_group, const MakeCpuGroup& make_cpu_group)
     : options_(std::move(options)) {
   const auto parse = [&](int32_t num_ranks) {
-    topology_ = Topology::parse(topology, num_ranks);
-    return fingerprint_of(options_, topology_);
+    options_.plan.topology = Topology::parse(topology, num_ranks);
+    return fingerprint_of(options_);
   };
   if (!group || group->getSize() == 1) {
     static_cast<void>(parse(1));
@@ -107,8 +106,8 @@ void Ranks::refuse(const ProcessGroupPtr& group, const std::exception& error) no
 
 std::shared_ptr<CommGroup> Ranks::join_bag(const ProcessGroupPtr& group, const std::string& store_prefix,
                                            const MakeBagGroup& make_bag_group) const {
-  const BagId id = topology_.bag_of(rank_);
-  const Bag& bag = topology_.bag(id);
+  const BagId id = topology().bag_of(rank_);
+  const Bag& bag = topology().bag(id);
   if (bag.num_ranks == 1) return nullptr;
   std::vector<int64_t> ranks;
   for (int32_t i = 0; i < bag.num_ranks; ++i) ranks.push_back(bag.first_rank.value + i);

@@ -56,8 +56,8 @@ class Ranks {
 
   const BalancerOptions& options() const { return options_; }
   Rank rank() const { return rank_; }
-  int32_t num_ranks() const { return topology_.num_ranks(); }
-  const Topology& topology() const { return topology_; }
+  int32_t num_ranks() const { return topology().num_ranks(); }
+  const Topology& topology() const { return options_.plan.topology; }
 
   /// Null for one rank alone, as the next.
   const std::shared_ptr<CommGroup>& all() const { return all_; }
@@ -82,8 +82,7 @@ class Ranks {
   std::shared_ptr<CommGroup> join_bag(const ProcessGroupPtr& group, const std::string& store_prefix,
                                       const MakeBagGroup& make_bag_group) const;
 
-  BalancerOptions options_;
-  Topology topology_;
+  BalancerOptions options_;  // with the topology
   Rank rank_;
   std::shared_ptr<Watchdog> watchdog_;
   std::shared_ptr<CommGroup> all_, bag_;

@@ -129,10 +129,7 @@ Step::Routed Step::route(const at::Tensor& x, at::TensorList features, at::Tenso
     add("features", features, s.route.tokens.send.num_rows, kOwnToken);
     add("sequence_features", sequence_features, s.route.sequences.send.num_rows, kOwnSequence);
     if (is_identity(s.route.tokens)) {
-      return {.chunk_lens = s.chunk_lens,
-              .x = as_view(x),
-              .features = as_views(features),
-              .sequence_features = as_views(sequence_features)};
+      return {.x = as_view(x), .features = as_views(features), .sequence_features = as_views(sequence_features)};
     }
     const RankPlan::PackedTables& tables = tables_on(x.device());
     arguments.group = ranks_->all();
@@ -140,25 +137,21 @@ Step::Routed Step::route(const at::Tensor& x, at::TensorList features, at::Tenso
     arguments.add(tables.sequences(), sequence_features.size());
     const Tensors moved = run_exchange(tensors, std::move(arguments));
     const auto first_sequence_feature = moved.begin() + 1 + static_cast<std::ptrdiff_t>(features.size());
-    return {.chunk_lens = s.chunk_lens,
-            .x = moved[0],
+    return {.x = moved[0],
             .features = {moved.begin() + 1, first_sequence_feature},
             .sequence_features = {first_sequence_feature, moved.end()}};
   });
 }
 
-Step::Returned Step::reverse_route(const at::Tensor& x) const {
-  return ranks_->collective([&]() -> Returned {
+at::Tensor Step::reverse_route(const at::Tensor& x) const {
+  return ranks_->collective([&] {
     RankPlan& s = *rank_plan_;
     check_rows(x, "x", s.route.tokens.recv.num_rows, kChunkToken, 1);
     check_has_memory(x, "x");
-    Returned returned{.seq_lens = s.seq_lens, .x = as_view(x)};
-    if (!is_identity(s.route.tokens)) {
-      ExchangeArguments arguments{.group = ranks_->all(), .call = "reverse_route", .names = {"x"}};
-      arguments.add(tables_on(x.device()).tokens().inverse(), 1);
-      returned.x = run_exchange({x}, std::move(arguments))[0];
-    }
-    return returned;
+    if (is_identity(s.route.tokens)) return as_view(x);
+    ExchangeArguments arguments{.group = ranks_->all(), .call = "reverse_route", .names = {"x"}};
+    arguments.add(tables_on(x.device()).tokens().inverse(), 1);
+    return run_exchange({x}, std::move(arguments))[0];
   });
 }
 
@@ -221,8 +214,8 @@ Step::AttentionInputs Step::pre_attn(const at::Tensor& q, const at::Tensor& k, c
   });
 }
 
-Step::AttentionOutput Step::post_attn(const at::Tensor& o) const {
-  AttentionOutput output = ranks_->collective([&]() -> AttentionOutput {
+at::Tensor Step::post_attn(const at::Tensor& o) const {
+  const at::Tensor whole = ranks_->collective([&] {
     RankPlan& s = *rank_plan_;
     check_flat("post_attn");
     if (s.heads.num_heads == 0)
@@ -235,17 +228,13 @@ Step::AttentionOutput Step::post_attn(const at::Tensor& o) const {
     const int64_t num_heads = composer.num_query_heads(0, s.heads);
     if (o.size(1) != num_heads)
       throw_argument("o", text(o.size(1), " heads"), text(num_heads, " heads, this rank's share"));
-    AttentionOutput back{.chunk_lens = s.chunk_lens, .o = as_view(o)};
-    if (level.degree > 1) {
-      ExchangeArguments arguments = composer.to_rows(s.heads);
-      arguments.call = "post_attn";
-      arguments.names = {"o"};
-      back.o = run_exchange({o}, std::move(arguments))[0];
-    }
-    return back;
+    if (level.degree == 1) return as_view(o);
+    ExchangeArguments arguments = composer.to_rows(s.heads);
+    arguments.call = "post_attn";
+    arguments.names = {"o"};
+    return run_exchange({o}, std::move(arguments))[0];
   });
-  output.o = recomputed_to_the_end(output.o, rank_plan_->number);
-  return output;
+  return recomputed_to_the_end(whole, rank_plan_->number);
 }
 
 }  // namespace knapformer

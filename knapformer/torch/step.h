@@ -2,9 +2,9 @@
 // step, and it goes on holding all that it needs, whatever is planned after it. So code that is run again in a backward
 // pass (activation checkpointing), an evaluation amid a step, and several models each go by the step that they hold.
 //
-//   auto [chunk_lens, x, features, conditioning] = step.route(x, {ids}, {conditioning});
+//   auto [x, features, conditioning] = step.route(x, {ids}, {conditioning});  // chunks of step.chunk_lens()
 //     h = step.attention(q, k, v, attend);              // (chunk tokens, heads, head_dim), there and back
-//   x = step.reverse_route(x).x;                        // back home, in the order of seq_lens
+//   x = step.reverse_route(x);                          // back home, in the order of step.seq_lens()
 //
 // Collective: all ranks of the group call route and reverse_route in the same order, also ranks without sequences; all
 // ranks of a bag call attention, pre_attn and post_attn. Gradients flow through all of them, so the backward pass is
@@ -34,8 +34,7 @@ class Step {
       : ranks_(std::move(ranks)), rank_plan_(std::move(plan)) {}
 
   struct Routed {
-    at::Tensor chunk_lens;  // int32 CPU: tokens of the chunks that this rank now holds
-    at::Tensor x;           // (tokens of the chunks, ...)
+    at::Tensor x;  // (tokens of the chunks that this rank now holds, ...), as features
     std::vector<at::Tensor> features;
     std::vector<at::Tensor> sequence_features;  // (chunks, ...)
   };
@@ -43,12 +42,8 @@ class Step {
   /// row goes to every rank that holds a chunk of its sequence; its gradient is the sum from all of them.
   Routed route(const at::Tensor& x, at::TensorList features = {}, at::TensorList sequence_features = {}) const;
 
-  struct Returned {
-    at::Tensor seq_lens;  // int32 CPU: tokens of this rank's sequences
-    at::Tensor x;         // (tokens of this rank, ...)
-  };
-  /// x: (tokens of the chunks, ...), in the order in which route gave them.
-  Returned reverse_route(const at::Tensor& x) const;
+  /// x: (tokens of the chunks, ...), in the order in which route gave them. Returns (tokens of this rank, ...).
+  at::Tensor reverse_route(const at::Tensor& x) const;
 
   struct AttentionInputs {
     at::Tensor seq_lens;  // int32 CPU: tokens of the sequences that attention sees, whole
@@ -61,12 +56,9 @@ class Step {
   AttentionInputs pre_attn(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                            const KernelMask& mask = Mask()) const;
 
-  struct AttentionOutput {
-    at::Tensor chunk_lens;  // int32 CPU
-    at::Tensor o;           // (chunk tokens, heads, ...)
-  };
-  /// o: (tokens of the sequences that attention saw, this rank's share of the query heads, ...).
-  AttentionOutput post_attn(const at::Tensor& o) const;
+  /// o: (tokens of the sequences that attention saw, this rank's share of the query heads, ...). Returns (chunk tokens,
+  /// heads, ...).
+  at::Tensor post_attn(const at::Tensor& o) const;
 
   /// Attention of chunk tokens over their whole sequences, in flat and nested bags (attention.h). q, k, v as in
   /// pre_attn, and mask; returns (chunk tokens, heads, ...). Throws ArgumentError where queries are cut and `attend`

@@ -30,9 +30,10 @@ from knapformer.workload_fit import WorkloadFit, fit_workload
 
 if TYPE_CHECKING:
     from knapformer.adapters.balance import balance, unbalance
-    from knapformer.balancer import SequenceBalancer, Step
+    from knapformer.balancer import SequenceBalancer
     from knapformer.loader import BalancedLoader, BalancedStepLoader
     from knapformer.sampler import BalancedBatchSampler
+    from knapformer.step import Step
 
 __version__ = "1.0.0"  # the only place: pyproject.toml reads it here, and a checkout needs no installation
 
@@ -75,7 +76,7 @@ _LAZY = {
     "BalancedLoader": "knapformer.loader",
     "BalancedStepLoader": "knapformer.loader",
     "SequenceBalancer": "knapformer.balancer",
-    "Step": "knapformer.balancer",
+    "Step": "knapformer.step",
     "balance": "knapformer.adapters",
     "unbalance": "knapformer.adapters",
 }

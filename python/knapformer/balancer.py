@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import functools
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, SupportsFloat, SupportsIndex, TypeAlias
 
 import torch
@@ -18,19 +18,16 @@ from torch import Tensor
 
 import knapformer._torch as _torch
 from knapformer._core import ArgumentError, Plan
-from knapformer._torch import PlanningAhead, Samples, Step
+from knapformer._torch import PlanningAhead, Samples
 from knapformer.cost import Cost, CostSettings
 from knapformer.groups import bag_group, cpu_group
 from knapformer.nodes import node_topology
+from knapformer.step import Attend, Step
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["SequenceBalancer", "Step"]
-
 Lengths: TypeAlias = Iterable[SupportsIndex] | Tensor
-# (q, k, v, lengths) -> o or (o, log_sum_exp), as in SequenceBalancer.attention.
-Attend: TypeAlias = Callable[..., Tensor | tuple[Tensor, Tensor]]
 
 
 class SequenceBalancer(_torch.SequenceBalancer):
@@ -56,6 +53,10 @@ class SequenceBalancer(_torch.SequenceBalancer):
         published text's.
     max_tokens_per_rank: as in `knapformer.plan`. Planning lengths that cannot keep it raises ArgumentError on every
         rank; other lengths are planned as before.
+    engine: "device": torch's index operations pack what is exchanged. None: so they do where a device lacks the packing
+        kernel, with which this compares them.
+
+    route, reverse_route, pre_attn, post_attn and attention are those of `Step`, by the step in force: see there.
 
     Lengths come back as int32 CPU tensors, the same object all through a step: `max()` and sums do not wait for an
     accelerator, and one non-blocking copy a step brings to the device what a varlen kernel needs there.
@@ -160,7 +161,7 @@ class SequenceBalancer(_torch.SequenceBalancer):
         return super().finish_planning(ahead)
 
     def step(self, plan: Plan, micro_batch: SupportsIndex = 0) -> Step:
-        """The step of a plan on this rank. Its methods are those below: they go by it, whatever is planned after it.
+        """The step of a plan on this rank, whose methods move tensors.
 
         plan: one that this balancer made. Or one that every rank made by itself, by any settings, from lengths that are
             known before the data is loaded (BalancedBatchSampler.plan): of the balancer's topology and number of ranks,
@@ -172,7 +173,12 @@ class SequenceBalancer(_torch.SequenceBalancer):
         plan of this balancer's. For another one an all-gather of a number, for which the next exchange waits: ranks
         whose plans differ raise ArgumentError there, before a token moves.
         """
-        return super().step(plan, micro_batch)
+        return Step(super().step(plan, micro_batch))
+
+    @property
+    def current(self) -> Step:
+        """The step in force: that of the last plan. StateError where there is none."""
+        return Step(super().current)
 
     def follow(self, plan: Plan | Step, micro_batch: SupportsIndex = 0) -> Plan:
         """Puts a step in force, for the calls after this one: that of a plan, as `step` gives it, or a step that was
@@ -182,92 +188,29 @@ class SequenceBalancer(_torch.SequenceBalancer):
     def route(
         self, x: Tensor, features: Sequence[Tensor] | None = None, sequence_features: Sequence[Tensor] | None = None
     ) -> tuple[Any, ...]:
-        """Sends this rank's tokens where the plan wants them: (chunk_lens, x, features), and sequence_features as a
-        fourth where given.
-
-        x, features: (tokens of this rank's sequences, ...), packed in the order of seq_lens; any dtype and trailing
-            shape each, moved bit for bit.
-        sequence_features: (sequences of this rank, ...), one row a sequence: it goes to every rank that holds a chunk
-            of the sequence, and its gradient is the sum of theirs.
-
-        Returns chunk_lens, int32 on the CPU: the tokens of each chunk that this rank now holds; x and features of these
-        tokens; sequence_features with one row a chunk. route may be called several times with one plan.
-
-        Collective over the balancer's group, one all-to-all for all tensors together, forward and backward. All ranks
-        pass tensors that differ only in their number of rows, and backward runs on all ranks or none. So a rank without
-        rows computes x and the others from none, as ranks do that have some: they require gradients where theirs do.
-        With a group of one the tensors come back as views.
-        """
-        return super().current_for("route").route(x, features, sequence_features)
+        """Step.route of the step in force: (chunk_lens, x, features), and sequence_features where given."""
+        return Step(super().current_for("route")).route(x, features, sequence_features)
 
     def reverse_route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Sends tokens home: (seq_lens, x).
-
-        x: (tokens of the chunks that this rank holds, ...), any dtype and trailing shape. Returns plan_routing's
-        seq_lens, int32 on the CPU, and x of this rank's own sequences, in their order.
-
-        Collective over the balancer's group, one all-to-all, as route is.
-        """
-        seq_lens, x = super().current_for("reverse_route").reverse_route(x)
+        """Step.reverse_route of the step in force: (seq_lens, x)."""
+        seq_lens, x = Step(super().current_for("reverse_route")).reverse_route(x)
         return seq_lens, super().watched(x)
 
     def pre_attn(self, q: Tensor, k: Tensor, v: Tensor, mask: str = "full") -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """From all heads of chunks to some heads of whole sequences: (seq_lens, q, k, v).
-
-        q: (chunk tokens, heads, head_dim); k, v: (chunk tokens, kv heads, ...), kv heads a divisor of heads. Returns
-        seq_lens, int32 on the CPU, of the sequences of this rank's bag, and their q, k and v: whole sequences, packed
-        one after another, with this rank's share of the heads, so that attention is plain grouped-query attention.
-        Shares are uneven where the bag's size does not divide the heads; in a bag of more ranks than heads some ranks
-        have none. mask: the one that the kernel applies, as in attention.
-
-        Collective over the ranks of this rank's bag, one all-to-all; none in a bag of one, where views come back.
-        """
-        return super().current_for("pre_attn").pre_attn(q, k, v, mask)
+        """Step.pre_attn of the step in force: (seq_lens, q, k, v)."""
+        return Step(super().current_for("pre_attn")).pre_attn(q, k, v, mask)
 
     def post_attn(self, o: Tensor) -> tuple[Tensor, Tensor]:
-        """Undoes pre_attn for attention's output: (chunk_lens, o).
-
-        o: (tokens of the sequences that attention saw, this rank's share of the query heads, ...). Returns o with all
-        heads of the chunks that this rank holds. Needs a pre_attn before it, for the number of heads.
-
-        Collective over the ranks of this rank's bag, one all-to-all; none in a bag of one.
-        """
-        chunk_lens, o = super().current_for("post_attn").post_attn(o)
+        """Step.post_attn of the step in force: (chunk_lens, o)."""
+        chunk_lens, o = Step(super().current_for("post_attn")).post_attn(o)
         return chunk_lens, super().watched(o)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a collective: a graph ends before it
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # as Step.attention
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, attend: Attend | None = None, mask: str | None = None
     ) -> Tensor:
-        """Every token of a chunk attends to its whole sequence, over flat and nested bags: o.
-
-        q: (chunk tokens, heads, head_dim); k, v: (chunk tokens, kv heads, ...), kv heads a divisor of heads. Returns
-            (chunk tokens, heads, ...).
-        attend(q, k, v, seq_lens): the attention kernel: it sees whole sequences, packed, with a share of the heads (see
-            pre_attn), and returns o, (tokens, heads, ...), or (o, log_sum_exp), of which the second is not used. It is
-            called once for each degree (number of sharing ranks) of the sequences here; on a rank without tokens it is
-            called once, with none. Where more ranks than heads share a sequence, some see it without heads.
-            With a TrainedModel of cuts_queries, ranks share queries as well as heads: then attend.cuts_queries must be
-            true, as it is of PackedAttention, and the call is attend(q, k, v, query_lens, key_lens, query_starts), each
-            int32 on the CPU with a number for each sequence: q has consecutive queries of it, k and v the keys that its
-            mask lets them see, or more, and the first of these queries is at query_starts among these keys. Of a short
-            sequence there may be none of either.
-            ArgumentError on all ranks for a kernel that does not say so.
-            None: the project's own kernel, which applies to each sequence the mask that was planned for it
-            (docs/masks.md), whole or shared by heads and queries. ArgumentError on all ranks for a density.
-        mask: the one that attend applies, as in `knapformer.attention_pairs`, or 'planned' where attend applies to each
-            sequence the mask that was planned for it. None: attend.mask where attend is an object with that text, as
-            PackedAttention of knapformer.models, or else 'full'. Raises ArgumentError on all ranks where the plan
-            counts with another mask (the balancer's, that of plan_routing or that of the sampler); with given work and
-            no mask, it counts with none.
-
-        Sequences that are whole on this rank attend while the others travel, forward and backward. Where attend raises,
-        the other ranks raise the error, too.
-
-        Collective over the ranks of this rank's bag: one all-to-all before attention, one more for each further stage
-        of keys, and one after it; none where no sequence of the bag is shared.
-        """
-        return super().watched(super().current_for("attention").attention(q, k, v, attend, mask))
+        """Step.attention of the step in force: o."""
+        return super().watched(Step(super().current_for("attention")).attention(q, k, v, attend, mask))
 
     def observe(self, seconds: SupportsFloat) -> None:
         """Feeds back how long this rank was busy with the step of the last plan: its forward and backward passes,

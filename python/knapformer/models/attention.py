@@ -49,8 +49,8 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, seq_lens: Lengths, mask: s
 
 
 class PackedAttention:
-    """varlen_attention with a mask, as an object: SequenceBalancer.attention reads its `mask`, and calls it with this
-    rank's heads of whole sequences, or with a part of their queries. mask: None: of each sequence, the planned one."""
+    """varlen_attention with a mask, as an object: Step.attention reads its `mask`, and calls it with this rank's
+    heads of whole sequences, or with a part of their queries. mask: None: of each sequence, the planned one."""
 
     cuts_queries = True
 
@@ -68,7 +68,7 @@ class PackedAttention:
         key_lens: Lengths | None = None,
         query_starts: Lengths | None = None,
     ) -> Tensor:
-        """key_lens, query_starts: as in SequenceBalancer.attention, where queries are a part of their sequences. With
+        """key_lens, query_starts: as in Step.attention, where queries are a part of their sequences. With
         the mask "causal" the last query sees the last key; ValueError where they lie otherwise."""
         if isinstance(query_lens, MaskTables):
             return attend(q, k, v, layout_on(query_lens, q.device))

@@ -22,9 +22,7 @@ from knapformer.models.attention import PackedAttention
 from knapformer.models.packing import Segments, lengths_list
 
 if TYPE_CHECKING:
-    from knapformer import Plan
-    from knapformer._torch import Step
-    from knapformer.balancer import SequenceBalancer
+    from knapformer import Plan, SequenceBalancer, Step
 
 Attend = Callable[..., Tensor]  # q, k, v and the lengths of their sequences -> o, as q
 
@@ -130,7 +128,8 @@ class PackedStep:
         attend = attend or self._attend
         if self._step is None:
             return attend(q, k, v, self._seq_lens)
-        return self._step.attention(q, k, v, attend, self._attend.mask)
+        o: Tensor = self._step.attention(q, k, v, attend, self._attend.mask)
+        return o
 
     def leave(self, x: Tensor) -> Tensor:
         """(chunk tokens, d_model) -> (tokens, d_model), in the order that `enter` was given."""

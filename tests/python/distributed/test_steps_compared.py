@@ -3,6 +3,7 @@ raise an error that names the steps. In steps that repeat, comparing them costs 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,11 @@ from knapformer import SequenceBalancer, Step
 
 # Two plans of as many rows on every rank, and of other rows for every peer.
 LENS = {2: ([[9], [4, 5]], [[4, 5], [9]]), 4: ([[9], [4, 5], [9], [2, 7]], [[4, 5], [9], [2, 7], [9]])}
+
+
+@pytest.mark.parametrize("call", ["route", "reverse_route", "pre_attn", "post_attn", "attention"])
+def test_the_balancers_calls_take_what_a_steps_do(call: str) -> None:
+    assert inspect.signature(getattr(SequenceBalancer, call)) == inspect.signature(getattr(Step, call))
 
 
 def _x(step: Step) -> Tensor:
