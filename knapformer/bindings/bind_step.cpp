@@ -103,7 +103,6 @@ void bind_step(py::module_& m) {
       .def_readonly_static("block_size", &MaskTables::kBlockSize, "Queries, and keys, of a block.")
       .def_property_readonly("num_queries", [](const MaskTables& t) { return t.rows().num_queries; })
       .def_property_readonly("num_keys", [](const MaskTables& t) { return t.rows().num_keys; })
-      .def_property_readonly("runs", &MaskTables::runs, "For masked_attention (masked_attention.h).")
       .def(
           "blocks_on",
           [](MaskTables& t, const at::Device& device) {
@@ -113,7 +112,7 @@ void bind_step(py::module_& m) {
           py::arg("device"),
           "For FlexAttention: by range the first keys and ends of queries, and lists of blocks (masked_attention.h).");
   m.def("masked_attention", &masked_attention, py::call_guard<py::gil_scoped_release>(), py::arg("q"), py::arg("k"),
-        py::arg("v"), py::arg("runs"), "Of tensors on the CPU, by MaskTables.runs (masked_attention.h).");
+        py::arg("v"), py::arg("tables").none(false), "Of tensors on the CPU (masked_attention.h).");
   py::class_<Step>(m, "Step", "What knapformer.Step is made of.")
       .def(py::init<const Step&>())
       .def_property_readonly("plan", &Step::step_plan)

@@ -26,14 +26,6 @@ namespace {
 /// Of queries whose ranges move, at most so many are computed together with the keys that only some of them see.
 constexpr int64_t kMovingQueries = 128;
 
-MaskRun run_from(const int64_t* row, int64_t num_columns) {
-  MaskRun run{.num_queries = row[0], .keys = {}};
-  for (const int64_t* r = row + 1; r < row + num_columns; r += 4) {
-    if (r[1] > r[0]) run.keys.push_back({.first = r[0], .end = r[1], .first_moves = r[2] != 0, .end_moves = r[3] != 0});
-  }
-  return run;
-}
-
 /// What is added to the scores of (queries, keys of the hull): 0 where a query sees a key, else -inf.
 at::Tensor mask_of(const MaskRun& run, const std::vector<KeyRange>& hull, at::ScalarType dtype) {
   std::vector<at::Tensor> parts;
@@ -117,26 +109,32 @@ void for_each_tile(const MaskRun& run, int64_t first_query, at::ScalarType dtype
 }
 
 /// Visits the tiles of all runs.
-void for_each_tile(const at::Tensor& q, const at::Tensor& runs, const VisitTile& visit) {
+void for_each_tile(const at::Tensor& q, const MaskTables& tables, const VisitTile& visit) {
+  if (q.size(1) == 0) return;
   int64_t first_query = 0;
-  for (int64_t r = 0; r < runs.size(0) && q.size(1) > 0; ++r) {
-    const MaskRun run = run_from(runs.const_data_ptr<int64_t>() + r * runs.size(1), runs.size(1));
+  for (const MaskRun& run : tables.rows().runs) {
     for_each_tile(run, first_query, q.scalar_type(), visit);
     first_query += run.num_queries;
   }
 }
 
+/// MaskTables, as an object that autograd can keep.
+struct KeptTables : torch::CustomClassHolder {
+  explicit KeptTables(std::shared_ptr<const MaskTables> kept) : tables(std::move(kept)) {}
+  std::shared_ptr<const MaskTables> tables;
+};
+
 /// Torch's attention of each tile. Keys' gradients are added up in place, and no mask of scores is kept for the
 /// backward pass: those of a long sequence would be as large as all its scores.
 class AttentionOfTiles : public torch::autograd::Function<AttentionOfTiles> {
  public:
-  /// q, k, v: (rows, heads, width) with the same heads and width. runs: MaskTables::runs.
+  /// q, k, v: (rows, heads, width) with the same heads and width.
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& q, const at::Tensor& k,
-                            const at::Tensor& v, const at::Tensor& runs, double scale) {
+                            const at::Tensor& v, std::shared_ptr<const MaskTables> tables, double scale) {
     const at::TensorOptions sums = q.options().dtype(wide(q.scalar_type()));
     at::Tensor o = at::zeros(q.sizes(), sums);
     const at::Tensor log_sum_exp = at::full({1, q.size(1), q.size(0)}, -std::numeric_limits<double>::infinity(), sums);
-    for_each_tile(q, runs, [&](const Tile& tile) {
+    for_each_tile(q, *tables, [&](const Tile& tile) {
       const auto [own, own_sum] = at::_scaled_dot_product_flash_attention_for_cpu(
           tile.queries_of(q), tile.keys_of(k), tile.keys_of(v), 0.0, tile.is_causal, tile.score_mask, scale);
       const at::Tensor sum = log_sum_exp.narrow(2, tile.first_query, tile.num_queries);
@@ -144,7 +142,8 @@ class AttentionOfTiles : public torch::autograd::Function<AttentionOfTiles> {
       sum.copy_(at::logaddexp(sum, own_sum));
     });
     o = o.to(q.scalar_type());
-    context->save_for_backward({q, k, v, o, log_sum_exp, runs});
+    context->save_for_backward({q, k, v, o, log_sum_exp});
+    context->saved_data["tables"] = c10::IValue::make_capsule(c10::make_intrusive<KeptTables>(std::move(tables)));
     context->saved_data["scale"] = scale;
     return o;
   }
@@ -153,12 +152,13 @@ class AttentionOfTiles : public torch::autograd::Function<AttentionOfTiles> {
                                           const std::vector<at::Tensor>& gradients) {
     const auto saved = context->get_saved_variables();
     const at::Tensor &q = saved[0], &k = saved[1], &v = saved[2], &o = saved[3], &log_sum_exp = saved[4],
-                     &runs = saved[5], of_o = gradients[0].contiguous();
+                     of_o = gradients[0].contiguous();
+    const auto kept = c10::static_intrusive_pointer_cast<KeptTables>(context->saved_data["tables"].toCapsule());
     const auto sums_for = [&](const at::Tensor& rows) {
       return at::zeros(rows.sizes(), rows.options().dtype(wide(rows.scalar_type())));
     };
     const at::Tensor of_q = sums_for(q), of_k = sums_for(k), of_v = sums_for(v);
-    for_each_tile(q, runs, [&](const Tile& tile) {
+    for_each_tile(q, *kept->tables, [&](const Tile& tile) {
       const auto [q_part, k_part, v_part] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
           tile.queries_of(of_o), tile.queries_of(q), tile.keys_of(k), tile.keys_of(v), tile.queries_of(o),
           log_sum_exp.narrow(2, tile.first_query, tile.num_queries), 0.0, tile.is_causal, tile.score_mask,
@@ -176,32 +176,17 @@ class AttentionOfTiles : public torch::autograd::Function<AttentionOfTiles> {
 
 }  // namespace
 
-at::Tensor masked_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& runs) {
+at::Tensor masked_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                            std::shared_ptr<const MaskTables> tables) {
   const int64_t width = std::max(q.size(2), v.size(2)), num_heads = q.size(1);
   const auto for_each_head = [&](const at::Tensor& tensor) {
     const at::Tensor of_width = padded(tensor, width);
     return tensor.size(1) == num_heads ? of_width : of_width.repeat_interleave(num_heads / tensor.size(1), 1);
   };
   const double scale = 1 / std::sqrt(static_cast<double>(q.size(2)));
-  const at::Tensor o = AttentionOfTiles::apply(padded(q, width), for_each_head(k), for_each_head(v), runs, scale);
+  const at::Tensor o =
+      AttentionOfTiles::apply(padded(q, width), for_each_head(k), for_each_head(v), std::move(tables), scale);
   return o.narrow(2, 0, v.size(2));
-}
-
-MaskTables::MaskTables(MaskRows rows) : rows_(std::move(rows)) {
-  const auto num_ranges = static_cast<int64_t>(rows_.max_ranges());
-  runs_ = at::zeros({std::ssize(rows_.runs), 1 + 4 * num_ranges}, at::kLong);
-  int64_t* out = runs_.mutable_data_ptr<int64_t>();
-  for (const MaskRun& run : rows_.runs) {
-    int64_t* next = out;
-    *next++ = run.num_queries;
-    for (const KeyRange& range : run.keys) {
-      *next++ = range.first;
-      *next++ = range.end;
-      *next++ = range.first_moves ? 1 : 0;
-      *next++ = range.end_moves ? 1 : 0;
-    }
-    out += runs_.size(1);
-  }
 }
 
 void MaskTables::make_blocks(bool pinned) {

@@ -21,13 +21,9 @@ class MaskTables {
  public:
   static constexpr int64_t kBlockSize = 128;
 
-  explicit MaskTables(MaskRows rows);
+  explicit MaskTables(MaskRows rows) : rows_(std::move(rows)) {}
 
   const MaskRows& rows() const { return rows_; }
-  /// int64 on the CPU, (runs, 1 + 4 ranges): of each run its queries, and of each range the first key, the end, and
-  /// whether these move (0 or 1). Where a run has fewer ranges than others, they are 0.
-  const at::Tensor& runs() const { return runs_; }
-
   /// For FlexAttention, int32 on a device.
   struct Blocks {
     std::vector<std::pair<at::Tensor, at::Tensor>> bounds;  // of each range, by query: the first key, and the end
@@ -41,12 +37,13 @@ class MaskTables {
 
  private:
   MaskRows rows_;
-  at::Tensor runs_, blocks_;
+  at::Tensor blocks_;
   std::vector<std::pair<at::Device, Blocks>> copies_;
 };
 
 /// q (queries, heads, head_dim); k, v (keys, kv heads, ...), on the CPU, kv heads a divisor of heads. Returns (queries,
-/// heads, ...), 0 for queries that see no key. runs: as MaskTables has them. Differentiable.
-at::Tensor masked_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& runs);
+/// heads, ...), 0 for queries that see no key. Differentiable.
+at::Tensor masked_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                            std::shared_ptr<const MaskTables> tables);
 
 }  // namespace knapformer

@@ -21,7 +21,6 @@ class MaskTables:
     block_size: Final[int]
     num_queries: Final[int]
     num_keys: Final[int]
-    runs: Final[Tensor]
     def __init__(
         self,
         masks: Sequence[str],
@@ -30,7 +29,7 @@ class MaskTables:
     ) -> None: ...
     def blocks_on(self, device: device) -> tuple[list[tuple[Tensor, Tensor]], list[Tensor]]: ...
 
-def masked_attention(q: Tensor, k: Tensor, v: Tensor, runs: Tensor) -> Tensor: ...
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, tables: MaskTables) -> Tensor: ...
 
 # knapformer.Step and knapformer.SequenceBalancer have the signatures of what is public.
 class Step:

@@ -38,9 +38,9 @@ class MaskedAttention:
         return attend(q, k, v, layout_on(self._tables, q.device))
 
 
-def layout_on(tables: MaskTables, device: torch.device) -> Tensor | BlockMask:
+def layout_on(tables: MaskTables, device: torch.device) -> MaskTables | BlockMask:
     """What `attend` takes for tensors on this device."""
-    return tables.runs if device.type == "cpu" else block_mask(tables, device)
+    return tables if device.type == "cpu" else block_mask(tables, device)
 
 
 def block_mask(tables: MaskTables, device: torch.device) -> BlockMask:
@@ -59,10 +59,10 @@ def block_mask(tables: MaskTables, device: torch.device) -> BlockMask:
     return BlockMask(lengths, BLOCK_SIZE=(tables.block_size, tables.block_size), mask_mod=sees, **of_blocks)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, layout: Tensor | BlockMask) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, layout: MaskTables | BlockMask) -> Tensor:
     """As MaskedAttention, for a `layout` of layout_on."""
     q, k, v = as_autocast(q, k, v)
-    if isinstance(layout, Tensor):
+    if isinstance(layout, MaskTables):
         return masked_attention(q, k, v, layout)
     if q.numel() == 0 or k.numel() == 0:
         return no_attention(q, k, v)
