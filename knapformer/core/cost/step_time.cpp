@@ -164,6 +164,72 @@ double route_s_of(std::span<const RankLoad> ranks, double token_bytes, const Clu
   return num_routes * slowest_s;
 }
 
+/// What an exchange of a rank sends before attention and after it, and of the former in later stages.
+struct SentBytes {
+  Traffic after, before, later;
+
+  SentBytes(const RankLoad& load, double row_bytes)
+      : after(load.sent_queries.sum() * row_bytes),
+        before(after + load.sent_keys.sum() * (2 * row_bytes)),
+        later(load.later_keys.sum() * (2 * row_bytes)) {}
+};
+
+/// Seconds of a forward pass by the cost model.
+RankCompute compute_of(const PlanInput& input, const RankLoad& load, Rank rank) {
+  const double rate = input.cluster.flops_per_s * input.speed_of(rank);
+  const auto attention_s = [&](double pairs) {
+    return input.workload.attention_work_of_pairs(pairs, input.d_model) / rate;
+  };
+  return {.token_s = static_cast<double>(load.tokens) * input.token_work(1) / rate,
+          .whole_attention_s = attention_s(load.whole_pairs),
+          .shared_attention_s = attention_s(load.shared_pairs)};
+}
+
+/// compute: of this pass.
+PassTime pass_time(const Cluster& cluster, const RankLoad& load, const SentBytes& sent, const RankCompute& compute) {
+  PassTime t{.token_s = compute.token_s,
+             .pre_attn_s = (sent.before + sent.later * -1).seconds(cluster),
+             .whole_attention_s = compute.whole_attention_s,
+             .shared_attention_s = compute.shared_attention_s,
+             .post_attn_s = sent.after.seconds(cluster)};
+  if (cluster.overlaps_attention) t.hidden_s = std::min(t.pre_attn_s, t.whole_attention_s);
+  if (sent.later.total() > 0) {
+    const double later_s = sent.later.seconds(cluster);
+    t.pre_attn_s += later_s;
+    t.hidden_s += std::min(later_s, t.shared_attention_s * load.hiding_pairs / load.shared_pairs);
+  }
+  return t;
+}
+
+/// A block, all passes, of the slowest connected group of a replica. Sets the ranks' block_s.
+StepTerms slowest_block(std::span<RankTime> ranks, std::span<const RankLoad> loads, const PlanInput& input) {
+  const Passes passes = input.model.passes();
+  StepTerms slowest;
+  for (size_t first = 0, last; first < ranks.size(); first = last) {
+    for (last = first + 1; last < ranks.size() && ranks[last].group == ranks[first].group;) ++last;
+    const std::span<RankTime> group = ranks.subspan(first, last - first);
+    StepTerms block;
+    add_pass(group, &RankTime::forward, passes.forwards, block);
+    add_pass(group, &RankTime::backward, passes.backwards, block);
+    for (const RankLoad& load : loads.subspan(first, last - first))
+      block.host_s = std::max(block.host_s, input.cluster.host_s_per_piece * load.num_pieces);
+    for (RankTime& rank : group) rank.block_s = block.blocks_s();
+    if (block.blocks_s() > slowest.blocks_s()) slowest = block;
+  }
+  return slowest;
+}
+
+/// A block's work, all passes, divided evenly over the ranks.
+double ideal_block_s(const MicroBatchPlan& plan) {
+  const PlanInput& input = plan.input();
+  const Passes passes = input.model.passes();
+  double pairs = 0;
+  for (int32_t s = 0; s < plan.num_sequences(); ++s) pairs += input.pairs_of(SequenceId(s));
+  const double work = passes.token() * (static_cast<double>(plan.num_tokens()) * input.token_work(1)) +
+                      passes.attention() * input.workload.attention_work_of_pairs(pairs, input.d_model);
+  return work / input.group_speed(Rank(0), plan.num_ranks()).sum / input.cluster.flops_per_s;
+}
+
 void check(std::span<const RankCompute> measured, int32_t num_ranks) {
   if (!measured.empty() && std::ssize(measured) != num_ranks) {
     throw_argument("measured", text(measured.size(), " ranks"), text("none, or each of the ", num_ranks, " ranks"));
@@ -247,90 +313,53 @@ double StepTime::total_s() const {
 StepTime predict_micro_batch(const MicroBatchPlan& plan, std::span<const RankCompute> measured) {
   check(measured, plan.num_ranks());
   const PlanInput& input = plan.input();
-  const Cluster& cluster = input.cluster;
   const TrainedModel& model = input.model;
-  const std::vector<RankLoad> loads = loads_of(plan);
   const Passes passes = model.passes();
+  const std::vector<RankLoad> loads = loads_of(plan);
   const double bytes = row_bytes(input.d_model, model), token_bytes = bytes + model.side_bytes_per_token;
-  const auto token_work = [&](double tokens) { return tokens * input.token_work(1); };
-  const auto attention_work = [&](double pairs) {
-    return input.workload.attention_work_of_pairs(pairs, input.d_model);
-  };
 
   StepTime out;
-  out.fixed_s = cluster.fixed_s;
-  out.ranks.resize(loads.size());
-  double measured_s = 0, pairs = 0;
+  out.fixed_s = input.cluster.fixed_s;
+  double computed_s = 0;  // by all ranks
   for (int32_t r = 0; r < plan.num_ranks(); ++r) {
     const RankLoad& load = loads[r];
-    const double rate = cluster.flops_per_s * input.speed_of(Rank(r));
-    const RankCompute compute = measured.empty()
-                                    ? RankCompute{.token_s = token_work(static_cast<double>(load.tokens)) / rate,
-                                                  .whole_attention_s = attention_work(load.whole_pairs) / rate,
-                                                  .shared_attention_s = attention_work(load.shared_pairs) / rate}
-                                    : measured[r];
-    measured_s += passes.token() * compute.token_s +
+    const SentBytes sent(load, bytes);
+    const RankCompute compute = measured.empty() ? compute_of(input, load, Rank(r)) : measured[r];
+    computed_s += passes.token() * compute.token_s +
                   passes.attention() * (compute.whole_attention_s + compute.shared_attention_s);
-    const Traffic after = load.sent_queries.sum() * bytes, before = after + load.sent_keys.sum() * (2 * bytes);
-    const Traffic later = load.later_keys.sum() * (2 * bytes);
-    const auto pass = [&](double token_factor, double attention_factor) {
-      PassTime t{.token_s = token_factor * compute.token_s,
-                 .pre_attn_s = (before + later * -1).seconds(cluster),
-                 .whole_attention_s = attention_factor * compute.whole_attention_s,
-                 .shared_attention_s = attention_factor * compute.shared_attention_s,
-                 .post_attn_s = after.seconds(cluster)};
-      if (cluster.overlaps_attention) t.hidden_s = std::min(t.pre_attn_s, t.whole_attention_s);
-      if (later.total() > 0) {
-        const double later_s = later.seconds(cluster);
-        t.pre_attn_s += later_s;
-        t.hidden_s += std::min(later_s, t.shared_attention_s * load.hiding_pairs / load.shared_pairs);
-      }
-      return t;
-    };
     const Rank group = load.shares_with_previous ? out.ranks[r - 1].group : Rank(r);
-    out.ranks[r] = {.group = group, .forward = pass(1, 1), .backward = {}};
-    if (passes.backwards > 0) out.ranks[r].backward = pass(passes.token_backward, passes.attention_backward);
-    out.attention_bytes = out.attention_bytes + (before + after) * (passes.exchanges() * model.num_blocks);
+    out.ranks.push_back({.group = group, .forward = pass_time(input.cluster, load, sent, compute), .backward = {}});
+    if (passes.backwards > 0) {
+      const RankCompute backward = {.token_s = passes.token_backward * compute.token_s,
+                                    .whole_attention_s = passes.attention_backward * compute.whole_attention_s,
+                                    .shared_attention_s = passes.attention_backward * compute.shared_attention_s};
+      out.ranks[r].backward = pass_time(input.cluster, load, sent, backward);
+    }
+    out.attention_bytes = out.attention_bytes + (sent.before + sent.after) * (passes.exchanges() * model.num_blocks);
     out.route_bytes = out.route_bytes + load.route_sent * (token_bytes * passes.routes);
   }
 
   const int32_t num_ranks = plan.topology().num_ranks_per_replica();
-  const Fsdp fsdp(plan.num_ranks(), cluster, model);
+  const Fsdp fsdp(plan.num_ranks(), input.cluster, model);
   double slowest_s = -1;
-  for (int32_t replica = 0; replica < plan.topology().num_replicas(); ++replica) {
-    const int32_t begin = replica * num_ranks, end = begin + num_ranks;
-    StepTerms slowest;  // of one block
-    for (int32_t first = begin, last; first < end; first = last) {
-      for (last = first + 1; last < end && out.ranks[last].group == out.ranks[first].group;) ++last;
-      const std::span<RankTime> group = std::span(out.ranks).subspan(first, last - first);
-      StepTerms block;
-      add_pass(group, &RankTime::forward, passes.forwards, block);
-      add_pass(group, &RankTime::backward, passes.backwards, block);
-      for (int32_t r = first; r < last; ++r)
-        block.host_s = std::max(block.host_s, cluster.host_s_per_piece * loads[r].num_pieces);
-      for (RankTime& rank : group) rank.block_s = block.blocks_s();
-      if (block.blocks_s() > slowest.blocks_s()) slowest = block;
-    }
-    const double route_s = route_s_of(std::span(loads).subspan(begin, num_ranks), token_bytes, cluster, passes.routes);
-    const double block_s = slowest.blocks_s();
-    const double step_s = fsdp.step_s(block_s) + route_s;
+  for (int32_t begin = 0; begin < plan.num_ranks(); begin += num_ranks) {  // a replica's first rank
+    const StepTerms block = slowest_block(std::span(out.ranks).subspan(begin, num_ranks),
+                                          std::span(loads).subspan(begin, num_ranks), input);
+    const double route_s =
+        route_s_of(std::span(loads).subspan(begin, num_ranks), token_bytes, input.cluster, passes.routes);
+    const double block_s = block.blocks_s(), step_s = fsdp.step_s(block_s) + route_s;
     out.replica_block_s.push_back(block_s);
     if (step_s <= slowest_s) continue;
     slowest_s = step_s;
-    out.token_s = slowest.token_s * model.num_blocks;
-    out.attention_s = slowest.attention_s * model.num_blocks;
-    out.exchange_s = slowest.exchange_s * model.num_blocks;
-    out.host_s = slowest.host_s * model.num_blocks;
+    out.token_s = block.token_s * model.num_blocks;
+    out.attention_s = block.attention_s * model.num_blocks;
+    out.exchange_s = block.exchange_s * model.num_blocks;
+    out.host_s = block.host_s * model.num_blocks;
     out.route_s = route_s;
     out.fsdp_s = fsdp.exposed_s(block_s);
   }
   out.fsdp_bytes = fsdp.bytes;
-  for (int32_t s = 0; s < plan.num_sequences(); ++s) pairs += input.pairs_of(SequenceId(s));
-  const double work =
-      passes.token() * token_work(static_cast<double>(plan.num_tokens())) + passes.attention() * attention_work(pairs);
-  out.ideal_s = model.num_blocks * (measured.empty()
-                                        ? work / input.group_speed(Rank(0), plan.num_ranks()).sum / cluster.flops_per_s
-                                        : measured_s / plan.num_ranks());
+  out.ideal_s = model.num_blocks * (measured.empty() ? ideal_block_s(plan) : computed_s / plan.num_ranks());
   return out;
 }
 
