@@ -20,7 +20,8 @@
 
 namespace knapformer {
 
-/// With 24 in bags of a rank, branch and bound takes a millisecond at default effort.
+/// With 24 in bags of a rank, branch and bound takes a millisecond at default effort. With 12, plans of up to 24
+/// sequences are 0.4 % slower, and 1.5 % at low effort; with 48 they are the same.
 constexpr int32_t kFewItems = 24;
 
 struct SearchOptions {
@@ -32,7 +33,7 @@ struct SearchOptions {
   /// Stops when the slowest group takes no longer than this: what is left to gain does not matter.
   double good_enough = 0;
   /// Whether a round comes first in which every item stays in the smallest groups that it fits into.
-  bool shares_least_first = true;
+  bool shares_least_first = false;
   /// In units of energy, at the first and the last step; a second round starts from the default.
   double first_temperature = 1;
   double last_temperature = 0.0005;

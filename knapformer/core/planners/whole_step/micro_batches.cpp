@@ -23,9 +23,11 @@ namespace {
 constexpr size_t kFewSequences = 4096;
 /// Shorter by more than the rounding of sums in another order.
 constexpr double kShorter = 1 - 1e-12;
-/// What takes long to plan, or holds the most tokens, is not planned for a step that is shorter by less.
+/// What takes long to plan, or holds the most tokens, is not planned for a step that is shorter by less. Half or double
+/// changes steps by less than 0.01 %.
 constexpr double kHardly = 1.001;
-/// Where ranks wait once, all sequences are only put into one micro-batch if the step is so much shorter.
+/// Where ranks wait once, all sequences are only put into one micro-batch if the step is so much shorter. Half: steps
+/// of joint at low effort are 0.1 % shorter and hold more tokens; double: 0.2 % longer.
 constexpr double kLonger = 1.02;
 
 /// The step's sequences as if they were one micro-batch's.
@@ -119,6 +121,7 @@ class StepSolver {
 
   /// `plan`, or the planner's plan where that may be much shorter and is. Nothing if neither keeps the limit of tokens.
   std::optional<MicroBatchPlan> better_of(MicroBatchPlan plan, double level_s) const {
+    // Half or double: steps change by 0.02 %.
     const double tolerance = effort_.moves == Effort::kLow ? 1.005 : 1.002;
     const bool is_kept = plan.keeps_limit();
     const StepTime time = predict_micro_batch(plan);
