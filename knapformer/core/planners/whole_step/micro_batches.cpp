@@ -145,11 +145,74 @@ class StepSolver {
              " micro-batches; with more of them, or in bags of more ranks, less may be possible"));
   }
 
-  void consider_sums();
+  /// All sequences are planned as if there were one micro-batch, so that the ranks' sums are even. Then each rank's
+  /// sequences are cut into micro-batches of about equally many tokens. Shared sequences come first, since their ranks
+  /// must all have them in the same micro-batch; so most ranks that wait for each other meet in the first micro-batch,
+  /// where no rank is late.
+  void consider_sums() {
+    PlanInput all = all_at_once(input_);
+    const Topology topology = all.topology;
+    // Where nothing is shared no rank waits, so that comes first.
+    all.topology = topology.within(1);
+    if (all.topology != topology && consider_sums(all)) return;
+    all.topology = topology;
+    consider_sums(all);
+  }
+
   /// Returns whether there is a plan whose ranks are about as even as can be.
-  bool consider_sums(const PlanInput& all);
+  bool consider_sums(const PlanInput& all) {
+    const std::optional<MicroBatchPlan> sums = plan_within_limit(all, solver_, effort_);
+    if (!sums) return false;
+    const SequenceLengths& seq_lens = input_.sequences.seq_lens;
+    const auto num_ranks = static_cast<size_t>(seq_lens.num_ranks());
+    std::vector<int32_t> order(static_cast<size_t>(seq_lens.num_sequences()));
+    std::iota(order.begin(), order.end(), 0);
+    std::ranges::stable_sort(order, [&](int32_t a, int32_t b) {
+      const int32_t degrees[] = {sums->placement(SequenceId(a)).degree, sums->placement(SequenceId(b)).degree};
+      if (degrees[0] != degrees[1]) return degrees[0] > degrees[1];
+      return seq_lens[SequenceId(a)] > seq_lens[SequenceId(b)];
+    });
+    const auto num_micro_batches = static_cast<size_t>(input_.num_micro_batches);
+    std::vector<int64_t> tokens(num_ranks * num_micro_batches);  // [micro-batch][rank]
+    std::vector<int32_t> micro_batches(order.size());
+    for (const int32_t s : order) {
+      const auto chunks = sums->chunks(SequenceId(s));
+      size_t best = 0;
+      int64_t min_tokens = std::numeric_limits<int64_t>::max();
+      for (size_t k = 0; k < num_micro_batches; ++k) {
+        int64_t max_tokens = 0;
+        for (const Chunk& chunk : chunks)
+          max_tokens = std::max(max_tokens, tokens[k * num_ranks + chunk.rank.index()] + chunk.num_tokens);
+        if (max_tokens < min_tokens) {
+          min_tokens = max_tokens;
+          best = k;
+        }
+      }
+      for (const Chunk& chunk : chunks) tokens[best * num_ranks + chunk.rank.index()] += chunk.num_tokens;
+      micro_batches[s] = static_cast<int32_t>(best);
+    }
+    consider_cut(*sums, std::move(micro_batches), 1);
+    // Ranks that share may have unequal work of their own, which evens out only within one micro-batch.
+    if (sums->attention_tokens_moved() > 0) {
+      const auto last = static_cast<int32_t>(num_micro_batches - 1);  // after which gradients are reduced
+      consider_cut(*sums, std::vector<int32_t>(order.size(), last), kLonger);
+    }
+    const StepTime time = predict_micro_batch(*sums);
+    const double block_s = std::ranges::max(time.replica_block_s);
+    return best_ && block_s <= kHardly * blocks_lower_bound_s(input_);
+  }
+
   /// Considers the plan of all sequences, cut into these micro-batches, if that keeps the limit of tokens.
-  void consider_cut(const MicroBatchPlan& sums, std::vector<int32_t> micro_batches, double handicap);
+  void consider_cut(const MicroBatchPlan& sums, std::vector<int32_t> micro_batches, double handicap) {
+    Ragged<int64_t> chunk_lens;
+    for (int32_t s = 0; s < sums.num_sequences(); ++s) append_chunk_lens(sums, SequenceId(s), chunk_lens);
+    const std::vector<std::string> solvers(static_cast<size_t>(input_.num_micro_batches), sums.solver());
+    std::vector<Placement> placements(sums.placements().begin(), sums.placements().end());
+    for (Placement& place : placements) place.bag = input_.sequences.topology.bag_of(place.first_rank);
+    std::vector<MicroBatchPlan> plans = plans_as_placed(input_, micro_batches, placements, chunk_lens, solvers);
+    if (!std::ranges::all_of(plans, &MicroBatchPlan::keeps_limit)) return;
+    consider(Plan(input_, std::move(micro_batches), std::move(plans)), handicap);
+  }
 
   /// The micro-batches planned one by one, until even what is planned and the lower bound of the rest are no shorter.
   void consider_planned(std::vector<int32_t> micro_batches, double handicap) {
@@ -212,73 +275,6 @@ class StepSolver {
   std::optional<Plan> best_;
   double best_s_ = 0;
 };
-
-/// All sequences are planned as if there were one micro-batch, so that the ranks' sums are even. Then each rank's
-/// sequences are cut into micro-batches of about equally many tokens. Shared sequences come first, since their ranks
-/// must all have them in the same micro-batch; so most ranks that wait for each other meet in the first micro-batch,
-/// where no rank is late.
-void StepSolver::consider_sums() {
-  PlanInput all = all_at_once(input_);
-  const Topology topology = all.topology;
-  // Where nothing is shared no rank waits, so that comes first.
-  all.topology = topology.within(1);
-  if (all.topology != topology && consider_sums(all)) return;
-  all.topology = topology;
-  consider_sums(all);
-}
-
-bool StepSolver::consider_sums(const PlanInput& all) {
-  const std::optional<MicroBatchPlan> sums = plan_within_limit(all, solver_, effort_);
-  if (!sums) return false;
-  const SequenceLengths& seq_lens = input_.sequences.seq_lens;
-  const auto num_ranks = static_cast<size_t>(seq_lens.num_ranks());
-  std::vector<int32_t> order(static_cast<size_t>(seq_lens.num_sequences()));
-  std::iota(order.begin(), order.end(), 0);
-  std::ranges::stable_sort(order, [&](int32_t a, int32_t b) {
-    const int32_t degrees[] = {sums->placement(SequenceId(a)).degree, sums->placement(SequenceId(b)).degree};
-    if (degrees[0] != degrees[1]) return degrees[0] > degrees[1];
-    return seq_lens[SequenceId(a)] > seq_lens[SequenceId(b)];
-  });
-  const auto num_micro_batches = static_cast<size_t>(input_.num_micro_batches);
-  std::vector<int64_t> tokens(num_ranks * num_micro_batches);  // [micro-batch][rank]
-  std::vector<int32_t> micro_batches(order.size());
-  for (const int32_t s : order) {
-    const auto chunks = sums->chunks(SequenceId(s));
-    size_t best = 0;
-    int64_t min_tokens = std::numeric_limits<int64_t>::max();
-    for (size_t k = 0; k < num_micro_batches; ++k) {
-      int64_t max_tokens = 0;
-      for (const Chunk& chunk : chunks)
-        max_tokens = std::max(max_tokens, tokens[k * num_ranks + chunk.rank.index()] + chunk.num_tokens);
-      if (max_tokens < min_tokens) {
-        min_tokens = max_tokens;
-        best = k;
-      }
-    }
-    for (const Chunk& chunk : chunks) tokens[best * num_ranks + chunk.rank.index()] += chunk.num_tokens;
-    micro_batches[s] = static_cast<int32_t>(best);
-  }
-  consider_cut(*sums, std::move(micro_batches), 1);
-  // Ranks that share may have unequal work of their own, which evens out only within one micro-batch.
-  if (sums->attention_tokens_moved() > 0) {
-    const auto last = static_cast<int32_t>(num_micro_batches - 1);  // after which gradients are reduced
-    consider_cut(*sums, std::vector<int32_t>(order.size(), last), kLonger);
-  }
-  const StepTime time = predict_micro_batch(*sums);
-  const double block_s = std::ranges::max(time.replica_block_s);
-  return best_ && block_s <= kHardly * blocks_lower_bound_s(input_);
-}
-
-void StepSolver::consider_cut(const MicroBatchPlan& sums, std::vector<int32_t> micro_batches, double handicap) {
-  Ragged<int64_t> chunk_lens;
-  for (int32_t s = 0; s < sums.num_sequences(); ++s) append_chunk_lens(sums, SequenceId(s), chunk_lens);
-  const std::vector<std::string> solvers(static_cast<size_t>(input_.num_micro_batches), sums.solver());
-  std::vector<Placement> placements(sums.placements().begin(), sums.placements().end());
-  for (Placement& place : placements) place.bag = input_.sequences.topology.bag_of(place.first_rank);
-  std::vector<MicroBatchPlan> plans = plans_as_placed(input_, micro_batches, placements, chunk_lens, solvers);
-  if (!std::ranges::all_of(plans, &MicroBatchPlan::keeps_limit)) return;
-  consider(Plan(input_, std::move(micro_batches), std::move(plans)), handicap);
-}
 
 /// Tokens that a rank of a micro-batch must be able to hold, for the longest sequence.
 int64_t share_of_longest(const PlanInput& step) {
