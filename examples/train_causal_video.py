@@ -33,8 +33,8 @@ from knapformer import Cluster, SequenceBalancer, TrainedModel, WorkloadModel
 
 WIDTH, HEADS, BLOCKS = 64, 4, 3
 PROMPT, CHANNELS = 8, 8  # tokens of a prompt; of a token
-GAMMA = 0.9  # with the rate and the fixed time fitted to steps on a CPU core, by docs/masks.py
-CPU = Cluster(flops_per_s=5.7e10, node_bytes_per_s=1e9, node_latency_s=2e-4, fixed_s=4e-3)
+GAMMA = 0.82  # with the rate and the fixed time fitted to steps on a CPU core, by docs/masks.py
+CPU = Cluster(flops_per_s=5.2e10, node_bytes_per_s=1e9, node_latency_s=2e-4, fixed_s=3e-3)
 MODEL = TrainedModel(num_blocks=BLOCKS, num_parameters=0, element_size=4, recomputes=False, num_heads=HEADS)
 
 

@@ -35,7 +35,7 @@ WORDS, CHANNELS = 64, 8  # of text, with those that begin and end an image; of a
 BEGIN_IMAGE, END_IMAGE, NOTHING = 0, 1, -100  # NOTHING is to be predicted
 IMAGE_WEIGHT = 5.0  # as in the paper
 GAMMA = 0.73  # with the rate and the fixed time fitted to steps on a CPU core, by docs/masks.py
-CPU = Cluster(flops_per_s=4.7e10, node_bytes_per_s=1e9, node_latency_s=2e-4, fixed_s=4e-3)
+CPU = Cluster(flops_per_s=4.7e10, node_bytes_per_s=1e9, node_latency_s=2e-4, fixed_s=3e-3)
 MODEL = TrainedModel(num_blocks=BLOCKS, num_parameters=0, element_size=4, recomputes=False, num_heads=HEADS)
 
 
