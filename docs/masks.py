@@ -10,6 +10,7 @@ cost model's: it predicts the step of each plan by the pairs that the masks leav
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import io
 import sys
@@ -111,4 +112,5 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     for name in EXAMPLES:
         (fit if dist.get_world_size() == 1 else compare)(importlib.import_module(name))
+    gc.collect()  # frees balancers, which hold the group
     dist.destroy_process_group()
