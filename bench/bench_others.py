@@ -7,7 +7,7 @@ which samples in which micro-batch. Two clocks time a block's forward pass, over
 both add up the slowest ranks of the micro-batches, which wait for each other:
 
     packed   bench_solvers.measure: no padding, with the exchanges of shared samples
-    padded   each list is padded to its longest sample (of same_shape: each of its groups); "-" for shared samples
+    padded   each list is padded to its longest sample (of "stacked": each of its groups); "-" for shared samples
 
 Also the most tokens that a rank holds in a micro-batch, padding left out. Code of others is run, from the installed
 transformers and from checkouts where options name them:
@@ -174,13 +174,14 @@ def planned(case: Case, topology: str, limit: float | None = None) -> list[Micro
     ]
 
 
-def same_shape(case: Case) -> list[MicroBatch]:
-    """Samples are stacked where their numbers of tokens are within a tenth of each other."""
+def stacked(case: Case) -> list[MicroBatch]:
+    """Samples are stacked where their numbers of tokens are within a tenth of each other, and planned as padded."""
     placed: list[MicroBatch] = [[] for _ in range(case.micro_batches)]
     shapes = [round(10 * math.log(n)) for n in case.lengths]
+    longest = dict(sorted(zip(shapes, case.lengths, strict=True)))
     for rank in range(NUM_RANKS):
         sampler = knapformer.BalancedBatchSampler(
-            case.lengths, batch_size=BATCH_SIZE, micro_batches=case.micro_batches, same_shape=True, shapes=shapes,
+            [longest[shape] for shape in shapes], batch_size=BATCH_SIZE, micro_batches=case.micro_batches,
             shuffle=False, num_replicas=NUM_RANKS, rank=rank, **COST,
         )  # fmt: skip
         for k, indices in enumerate(sampler):
@@ -246,7 +247,7 @@ def ways(args: argparse.Namespace) -> dict[str, list[Way]]:
     return found | {
         "BalancedBatchSampler": [partial(planned, topology=whole_samples)],
         "the same, at most twice the mean": [partial(planned, topology=whole_samples, limit=2)],
-        "the same, same_shape=True": [same_shape],
+        "the same, stacked": [stacked],
         "bags g8/4/2/1": [partial(planned, topology=f"g8/4/2/1n{NUM_RANKS // 8}", limit=2)],
     }
 

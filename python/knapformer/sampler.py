@@ -80,7 +80,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
         chunks = sampler.chunks(step, micro_batch)     # (index, begin, end), in the order of the list
         x = torch.cat([sample[begin:end] for sample, (_, begin, end) in zip(batch, chunks)])
 
-    lengths: tokens of every sample, text and visual, each at least 1: a list, a tensor or an array of any integers.
+    lengths: tokens of every sample, text and visual, each at least 1: a list, a tensor or an array of any integers. For
+        trainers that stack or pad, as many as its place in the stack has.
     cost, settings: a `Cost`, or its fields as keyword arguments, of which d_model is always needed. The model's
         `routed` is ignored: nothing is routed.
     batch_size: mean number of samples of a rank in a micro-batch.
@@ -95,21 +96,15 @@ class BalancedBatchSampler(Sampler[list[int]]):
         form of `lengths`.
     num_replicas, rank: the number of data-parallel ranks; this rank. None: as in the default process group, or 1 and 0.
     shuffle, seed: as of DistributedSampler.
-    same_shape: for trainers that stack or pad. Samples of equal shape are adjacent in a list, which itertools.groupby
-        cuts where the shape changes. The plan counts the cost of stacking: a sample has as many tokens as the longest
-        of its shape in the step. Ranks have different numbers of groups: under FSDP all of a list belong in one call of
-        the model.
-    shapes: with same_shape, the number of every sample's shape, in the form of `lengths`. None: the sample's length.
     drop_last: leave out the samples that do not fill a step. Otherwise they are a last, shorter step, planned like the
         others. Unlike with DistributedSampler, no sample is repeated to fill it.
     allow_empty: lists may be empty, for a dataset and a collate function that take them. Otherwise every list has a
         sample: data whose last step has too few is refused, and, in iteration, a step in which a rank cannot be given
         one (some with bags of several sizes, or with max_tokens_per_rank).
     work: FLOPs of one block forward for every sample, as in `plan` and in the form of `lengths`; replaces the formula
-        of the length. Not with same_shape, which plans the cost of stacking. None: the formula.
+        of the length. None: the formula.
     masks: the text of every sample's mask (see `attention_pairs`). Plans count its exact pairs and carry it, so that
-        `balancer.attention(q, k, v)` computes it. Not with same_shape, as a mask says nothing of padding. None: the
-        cost's mask for all.
+        `balancer.attention(q, k, v)` computes it. None: the cost's mask for all.
     max_tokens_per_rank: in a micro-batch. 0: as in `plan`. A sample that is longer is refused at once, unless ranks of
         a bag can share it.
 
@@ -125,8 +120,6 @@ class BalancedBatchSampler(Sampler[list[int]]):
         batch_size: int,
         micro_batches: int = 1,
         topology: str | None = None,
-        same_shape: bool = False,
-        shapes: Sequence[int] | Tensor | Any | None = None,
         work: Sequence[float] | Tensor | Any | None = None,
         masks: Sequence[str] | Any | None = None,
         repeats: Sequence[int] | Tensor | Any | None = None,
@@ -154,23 +147,12 @@ class BalancedBatchSampler(Sampler[list[int]]):
             )
         if not isinstance(cost.model, TrainedModel | None):
             raise ArgumentError(f"model: got {cost.model!r}, expected a TrainedModel")
-        for name, is_refused, where in (
-            ("shapes", not same_shape, "without same_shape=True"),
-            ("topology", same_shape, "with same_shape=True"),
-            ("work", same_shape, "with same_shape=True"),
-            ("masks", same_shape, "with same_shape=True"),
-            ("repeats", weights is not None, "with weights"),
-        ):
-            if is_refused and given[name] is not None:
-                got = repr(given[name]) if isinstance(given[name], str | int) else "some"
-                raise ArgumentError(f"{name}: got {got}, expected none {where}")
+        if weights is not None and repeats is not None:
+            raise ArgumentError("repeats: got some, expected none with weights")
         if weights is not None and not shuffle:
             raise ArgumentError("shuffle: got False, expected True with weights")
         self._lengths = checked_integers("lengths", lengths, low=1, high=MAX_SEQUENCE_TOKENS)
         size = len(self._lengths)
-        self._shapes: Tensor | None = None
-        if same_shape:
-            self._shapes = self._lengths if shapes is None else checked_integers("shapes", shapes, size)
         self._work = None if work is None else checked_numbers("work", work, size, 1 / MAX_MAGNITUDE)
         self._masks = None if masks is None else checked_masks(masks, self._lengths)
         if self._masks is None and size > 0:
@@ -190,7 +172,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
             model=(cost.model or TrainedModel()).replace(routed=False),
             effort="low" if cost.effort is None else cost.effort,
         )
-        of_samples = {"lengths": self._lengths, "shapes": self._shapes, "work": self._work, "masks": self._masks}
+        of_samples = {"lengths": self._lengths, "work": self._work, "masks": self._masks}
         drawn = {"weights": of_weights, "repeats": of_repeats}
         self._arguments = given | of_samples | drawn | {"num_replicas": num_replicas} | vars(self._cost)
         self._check_settings()
@@ -293,9 +275,6 @@ class BalancedBatchSampler(Sampler[list[int]]):
         samples, planned = self._planned_step(of, step)
         chunks = planned.chunks_on(self._rank, micro_batch)
         held = samples[[sequence for sequence, _, _ in chunks]]
-        if self._shapes is not None:
-            own = held[self._shapes[held].argsort(stable=True)]
-            return [(i, 0, n) for i, n in zip(own.tolist(), self._lengths[own].tolist(), strict=True)]
         return [(index, begin, end) for index, (_, begin, end) in zip(held.tolist(), chunks, strict=True)]
 
     def state_dict(self, num_steps: int | None = None) -> dict[str, int]:
@@ -418,8 +397,9 @@ class BalancedBatchSampler(Sampler[list[int]]):
         except ArgumentError as error:
             sharing = -(-longest // limit)
             remedy = f"; {sharing} ranks could share it: give a topology with bags of so many"
-            may_share = self._shapes is None and sharing <= num_ranks
-            raise ArgumentError(f"{error}, which has {longest} tokens{remedy if may_share else ''}") from None
+            raise ArgumentError(
+                f"{error}, which has {longest} tokens{remedy if sharing <= num_ranks else ''}"
+            ) from None
 
     def _samples(self, of: _Pass, step: int) -> Tensor:
         """A step's samples: first those that a DistributedSampler gives to rank 0, then those of rank 1, and so on."""
@@ -438,21 +418,14 @@ class BalancedBatchSampler(Sampler[list[int]]):
             done.move_to_end(step)
             return done[step]
         samples = self._samples(of, step)
-        counted = self._lengths[samples]
-        if self._shapes is not None:
-            _, shape = self._shapes[samples].unique(return_inverse=True)
-            longest = counted.new_zeros(len(samples)).scatter_reduce_(0, shape, counted, "amax")
-            counted = longest[shape]
         work = [] if self._work is None else self._by_rank(self._work[samples])
         masks: str | list[list[str]] = "full"
         if self._masks is not None:
             masks = [[self._masks[sample] for sample in of_rank] for of_rank in self._by_rank(samples)]
-        planned = self._plan(self._by_rank(counted), work, masks)
+        planned = self._plan(self._by_rank(self._lengths[samples]), work, masks)
         if not self._allow_empty:
             planned = planned.fill_ranks()
             self._check_none_is_empty(step, planned)
-        if self._shapes is not None:
-            samples = self._gathered_shapes(samples, counted, planned)
         done[step] = samples, planned
         if len(done) > _STEPS_KEPT:
             done.popitem(last=False)
@@ -472,24 +445,6 @@ class BalancedBatchSampler(Sampler[list[int]]):
     def _by_rank(self, values: Tensor) -> list[list[Any]]:
         """Values of a step's samples, as a list for each rank: as even as possible, the longer lists first."""
         return [of_rank.tolist() for of_rank in values.tensor_split(self._num_ranks)]
-
-    def _gathered_shapes(self, samples: Tensor, counted: Tensor, planned: Plan) -> Tensor:
-        """The samples in another order: those that count equally many tokens trade places, which changes no list's
-        work. After that, for each such count, the lists in their order hold the shapes in their order. So S shapes on L
-        lists are at most S + L - 1 groups."""
-        assert self._shapes is not None
-        places = torch.empty(len(samples), dtype=torch.int64)  # the list of each id
-        for micro_batch, of_micro_batch in enumerate(planned.plans):
-            ids = torch.tensor(planned.sequences_of(micro_batch), dtype=torch.int64)
-            ranks = torch.tensor(of_micro_batch.first_rank_of_sequence, dtype=torch.int64)
-            places[ids] = micro_batch * self._num_ranks + ranks
-        by_place = places.argsort(stable=True)
-        by_place = by_place[counted[by_place].argsort(stable=True)]
-        by_shape = self._shapes[samples].argsort(stable=True)
-        by_shape = by_shape[counted[by_shape].argsort(stable=True)]
-        gathered = torch.empty_like(samples)
-        gathered[by_place] = samples[by_shape]
-        return gathered
 
 
 def _place(num_replicas: int | None, rank: int | None) -> tuple[int, int]:

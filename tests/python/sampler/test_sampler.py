@@ -169,39 +169,6 @@ def test_what_a_trainer_asks_for_is_the_step_that_it_computes():
         sampler.plan(0, 2)
 
 
-def test_samples_of_a_shape_are_adjacent_and_few_lists_have_it():
-    generator = torch.Generator().manual_seed(3)
-    shapes = torch.randint(0, 12, (960,), generator=generator)
-    image, text = 64 * 2 ** (shapes // 3), torch.randint(0, 9, (960,), generator=generator)  # three shapes of a size
-    ranks = samplers(image + text, 4, batch_size=6, micro_batches=2, same_shape=True, shapes=shapes, gamma=1.0)
-    plain = samplers(image + text, 4, batch_size=6, micro_batches=2)
-
-    def num_groups(step) -> int:
-        return sum(len(set(shapes[own].tolist())) for lists in step for own in lists)
-
-    def work(own: list[int]) -> float:  # of a block, forward, stacked
-        lens = torch.tensor([64 * 2 ** (int(shapes[i]) // 3) + 8 for i in own]).double()
-        return float((24 * lens * WIDTH**2 + 4 * lens**2 * WIDTH).sum())
-
-    fewer = 0
-    for step, other in zip(steps_of(ranks, 2), steps_of(plain, 2), strict=True):
-        assert samples_in(step) == samples_in(other)
-        for own in itertools.chain.from_iterable(step):
-            assert len(list(itertools.groupby(shapes[own].tolist()))) == len(set(shapes[own].tolist()))
-        slowest = sum(max(work(lists[i]) for lists in step) for i in range(2))
-        assert slowest < 1.15 * work(samples_in(step)) / 4
-        fewer += num_groups(other) - num_groups(step)
-    assert fewer > 0
-
-
-def test_shapes_of_one_length_trade_places():
-    """Of equal lengths all may: S shapes on L lists are at most S + L - 1 groups."""
-    shapes = torch.arange(96) % 7
-    ranks = samplers([50] * 96, 4, batch_size=6, micro_batches=2, same_shape=True, shapes=shapes)
-    for step in steps_of(ranks, 2):
-        assert sum(len(set(shapes[own].tolist())) for lists in step for own in lists) <= 7 + 8 - 1
-
-
 def test_tokens_that_bear_a_loss_are_counted_over_a_step():
     draw = random.Random(3)
     texts, images = ([draw.randint(1, 50) for _ in range(40)] for _ in range(2))

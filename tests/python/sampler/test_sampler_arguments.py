@@ -10,7 +10,7 @@ from knapformer import BalancedBatchSampler
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "uint64", "int8", "int16"])
-def test_lengths_shapes_and_work_may_be_of_any_integers(dtype, tmp_path):
+def test_lengths_and_work_may_be_of_any_integers(dtype, tmp_path):
     """In memory maps; and in lists."""
     lengths, work = lengths_of(96) % 127 + 1, lengths_of(96, seed=1) % 127 + 1
     mapped = {}
@@ -18,16 +18,11 @@ def test_lengths_shapes_and_work_may_be_of_any_integers(dtype, tmp_path):
         np.save(tmp_path / f"{name}.npy", values.numpy().astype(dtype))
         mapped[name] = np.load(tmp_path / f"{name}.npy", mmap_mode="r")
     options = {"batch_size": 3, "micro_batches": 2}
-    for name, beside in (("work", {}), ("shapes", {"same_shape": True})):
-        plain = samplers(lengths.tolist(), 2, **options, **beside, **{name: work.tolist()})
-        of_type = samplers(mapped["lengths"], 2, **options, **beside, **{name: mapped["work"]})
-        assert (
-            steps_of(of_type, 2)
-            == steps_of(plain, 2)
-            == steps_of(samplers(lengths, 2, **options, **beside, **{name: work}), 2)
-        )
-        assert [of_type[1].num_tokens(step) for step in range(8)] == [plain[1].num_tokens(step) for step in range(8)]
-        assert of_type[1].chunks(3, 1) == plain[1].chunks(3, 1)
+    plain = samplers(lengths.tolist(), 2, work=work.tolist(), **options)
+    of_type = samplers(mapped["lengths"], 2, work=mapped["work"], **options)
+    assert steps_of(of_type, 2) == steps_of(plain, 2) == steps_of(samplers(lengths, 2, work=work, **options), 2)
+    assert [of_type[1].num_tokens(step) for step in range(8)] == [plain[1].num_tokens(step) for step in range(8)]
+    assert of_type[1].chunks(3, 1) == plain[1].chunks(3, 1)
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32", "uint64"])
@@ -88,9 +83,6 @@ def test_a_batch_may_be_larger_than_the_data():
         ({"lengths": [[5, 4]]}, r"lengths: got torch.int64 of shape \(1, 2\), expected integers"),
         ({"lengths": [5.0, 4.0]}, "lengths: got torch.float32"),
         ({"lengths": [5, 4, 3, 2**31]}, "lengths: got 2147483648, expected 1 to 2147483647"),
-        ({"shapes": [1, 2, 3, 3]}, "shapes: got some, expected none without same_shape=True"),
-        ({"shapes": [1, 2], "same_shape": True}, "shapes: got 2, expected one for each of 4"),
-        ({"topology": "g2n1", "same_shape": True}, "topology: got 'g2n1', expected none with same_shape=True"),
         ({"topology": "g3n1"}, "topology: "),
         ({"work": [1.0, 2.0]}, r"work: got torch.float64 of shape \(2,\), expected a number for each of 4 samples"),
         ({"work": torch.ones(4, dtype=torch.bool)}, "work: got torch.bool"),
@@ -98,7 +90,6 @@ def test_a_batch_may_be_larger_than_the_data():
         ({"work": [1.0, float("nan"), 1.0, 1.0]}, "work: got nan to nan, expected positive finite numbers"),
         ({"work": [1.0, 1e31, 1.0, 1.0]}, r"work: got 1.0 to 1e\+31, expected .* from 1e-30 to 1e\+30"),
         ({"work": [1.0, None, 1.0, 1.0]}, "work: got what makes no tensor .*, expected numbers"),
-        ({"work": [1.0] * 4, "same_shape": True}, "work: got some, expected none with same_shape=True"),
         ({"num_replicas": 2**31}, "num_replicas: got 2147483648, more than a topology may have"),
         ({"repeats": 2}, r"repeats: got torch.int64 of shape \(\), expected integers"),
         ({"repeats": [1, 2, 3, -1]}, "repeats: got -1, expected 0 to"),
@@ -161,6 +152,3 @@ def test_a_sample_that_no_rank_can_hold_is_refused_at_once(topology, bag):
     absent[63] = 0
     for drawn in ({"weights": absent}, {"repeats": absent.long()}):
         samplers(lengths, 4, max_tokens_per_rank=24, **options, **drawn)
-    if topology is None:
-        with pytest.raises(knapformer.ArgumentError, match=r"which has 99 tokens$"):
-            samplers(lengths, 4, max_tokens_per_rank=50, same_shape=True, **options)

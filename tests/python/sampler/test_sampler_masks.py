@@ -66,7 +66,6 @@ def test_plans_carry_the_mask_of_each_sample(topology):
             {"masks": ["c40", "c7", "c60", *["full"] * 61]},
             r"masks\[2\]: mask: got 'c60' for a sequence of 64 tokens, expected one of 60 tokens",
         ),
-        ({"masks": ["full"] * 64, "same_shape": True}, "masks: got some, expected none with same_shape=True"),
         ({"mask": "c5 f35"}, "mask: got 'c5 f35' for a sequence of 5 tokens, expected one of 40 tokens"),
     ],
 )

@@ -22,8 +22,6 @@ OTHER = {
     "d_model": (128, {}),
     "micro_batches": (2, {}),
     "topology": ("g3n1", {}),
-    "same_shape": (True, {}),
-    "shapes": ([0, 1] * 18, {"same_shape": True}),
     "work": ([1.5 * length for length in LENGTHS], {}),
     "masks": (["causal"] * 35 + ["full"], {"masks": ["causal"] * 36}),
     "repeats": ([2] * 36, {}),
