@@ -64,39 +64,25 @@ def sample_mean(
     per_token: Tensor,
     seq_lens: Sequence[int] | Tensor,
     *,
-    sample_lens: Sequence[int] | Tensor | None = None,
     total: int | None = None,
     group: dist.ProcessGroup | None = None,
     loss_divisor: int | None = None,
 ) -> Tensor:
     """The mean over all samples of all ranks. Each sample, short or long, counts once, with the mean over its tokens.
 
-    seq_lens: tokens in `per_token` of each of this rank's samples, each at least 1, on the CPU. sample_lens: tokens of
-    the whole samples, where this rank computes only a chunk of some; it requires `total`, and chunks may be empty.
-    total: the number of samples. The other arguments, and errors: as in token_mean.
+    seq_lens: tokens in `per_token` of each of this rank's samples, each at least 1, on the CPU. total: the number of
+    samples. The other arguments, and errors: as in token_mean. Where ranks share samples, take token_mean of sums over
+    chunks, each over the tokens of its whole sample.
     """
     _check_vector("per_token", per_token)
     factor = _factor(group, loss_divisor, total)
     lens = checked_integers("seq_lens", seq_lens)
-    shortest = 1 if sample_lens is None else 0
-    if int(lens.sum()) != len(per_token) or (len(lens) > 0 and int(lens.min()) < shortest):
-        expected = f"lengths of at least {shortest} that add up to {len(per_token)}"
+    if int(lens.sum()) != len(per_token) or (len(lens) > 0 and int(lens.min()) < 1):
+        expected = f"lengths of at least 1 that add up to {len(per_token)}"
         raise ArgumentError(f"seq_lens: got {lens.tolist()}, expected {expected}")
-    whole = lens
-    if sample_lens is not None:
-        whole = checked_integers("sample_lens", sample_lens)
-        if total is None:
-            raise ArgumentError(
-                "total: got none, expected the samples of all ranks: chunks do not say how many they are"
-            )
-        if whole.shape != lens.shape or bool((whole < lens.clamp(min=1)).any()):
-            raise ArgumentError(
-                f"sample_lens: got {whole.tolist()}, expected one for each of the chunks of {lens.tolist()}, each at "
-                "least as long"
-            )
-    weights = torch.repeat_interleave(1.0 / whole.to(torch.float64), lens)
+    weights = torch.repeat_interleave(1.0 / lens.to(torch.float64), lens)
     weighted = per_token * to_device(weights.to(_wide(per_token)), per_token.device)
-    return _share_of_mean(weighted.sum(), len(lens) if sample_lens is None else 0, total, group, factor)
+    return _share_of_mean(weighted.sum(), len(lens), total, group, factor)
 
 
 def count_over_ranks(count: int, group: dist.ProcessGroup | None = None) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from knapformer.losses import sample_mean, token_mean
+from knapformer.losses import token_mean
 from knapformer.models import PackedAttention, varlen_attention
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -156,8 +156,9 @@ class Step:
         if self._case.mean == "token":
             loss = token_mean(per_token, total=sum(lengths))
         else:
-            whole = [lengths[number] for number, _, _ in pieces]
-            loss = sample_mean(per_token, lens, sample_lens=whole, total=len(lengths))
+            chunks = zip(per_token.split(lens.tolist()), pieces, strict=True)
+            sums = [part.sum() / lengths[number] for part, (number, _, _) in chunks]
+            loss = token_mean(torch.stack([per_token[:0].sum(), *sums])[1:], total=len(lengths))
         loss.backward()
         self.pieces += pieces
 
