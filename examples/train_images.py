@@ -25,6 +25,7 @@ import time
 from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import islice
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +184,7 @@ def _batches(
     loader = DataLoader(samples, batch_sampler=lists, collate_fn=partial(pack, dtype=options.dtype))
     if name == "not balanced" or balancer is None:
         return iter(loader)
-    planned = BalancedLoader(loader, balancer, empty=lambda: pack([], options.dtype))
+    planned = BalancedLoader(loader, balancer, seq_lens=attrgetter("seq_lens"), empty=lambda: pack([], options.dtype))
     return (batch for batch, _ in planned)  # `balancer` holds the plan of a batch while it is worked on
 
 

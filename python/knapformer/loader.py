@@ -184,7 +184,7 @@ class _Source:
 class BalancedLoader(_Loader[Batch]):
     """Wraps this rank's loader, and yields its batches with the plan of each.
 
-        loader = BalancedLoader(dataloader, balancer, empty=lambda: collate([]))
+        loader = BalancedLoader(dataloader, balancer, seq_lens=lambda batch: batch.lens, empty=lambda: collate([]))
         for batch, plan in loader:                    # balancer holds the plan of this batch
             loss = step(model(batch, balancer, planned=True))
 
@@ -194,8 +194,7 @@ class BalancedLoader(_Loader[Batch]):
     loader: a DataLoader, or any iterable of packed batches; each pass over the BalancedLoader is one pass over it.
     balancer: makes the plans, by a cost with d_model; its ranks are those that step together. All of them iterate, and
         all make the same calls on `balancer`.
-    seq_lens: of a batch, the tokens of each of its sequences, as the balancer plans them. None: `batch.seq_lens`, or
-        `batch["seq_lens"]`.
+    seq_lens: of a batch, the tokens of each of its sequences, as the balancer plans them.
     masks, work: of a batch, those of each of its sequences, as in plan_routing. None: the cost's mask, and the
         formula's work.
     empty: makes a batch without sequences: a pass lasts until all ranks have run out, and ranks that have run out
@@ -216,12 +215,12 @@ class BalancedLoader(_Loader[Batch]):
         loader: Iterable[Batch],
         balancer: SequenceBalancer,
         *,
+        seq_lens: Callable[[Batch], Sequence[int] | Tensor],
         empty: Callable[[], Batch],
-        seq_lens: Callable[[Batch], Sequence[int] | Tensor] | None = None,
         masks: Callable[[Batch], Sequence[str]] | None = None,
         work: Callable[[Batch], Sequence[float]] | None = None,
     ) -> None:
-        super().__init__(loader, balancer, seq_lens or _seq_lens_of, masks, work)
+        super().__init__(loader, balancer, seq_lens, masks, work)
         self._empty = empty
 
     def _iterate(self, source: _Source) -> Iterator[tuple[Batch, Plan]]:
@@ -363,12 +362,3 @@ def _tensors_of(sample: Any, names: Sequence[str]) -> list[Tensor]:
 
 def _rows_of(name: str, samples: Any) -> list[int]:
     return [len(sample[name]) for sample in samples]
-
-
-def _seq_lens_of(batch: Any) -> Sequence[int] | Tensor:
-    lens = batch["seq_lens"] if isinstance(batch, dict) else getattr(batch, "seq_lens", None)
-    if lens is None:
-        raise ArgumentError(
-            f"seq_lens: got batches of {type(batch).__name__}, which have none; expected a function of a batch"
-        )
-    return lens  # type: ignore[no-any-return]

@@ -17,6 +17,7 @@ import signal
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 FAULTS = ("kill", "stop", "exception", "return", "sigint", "sigterm")
@@ -94,7 +95,7 @@ def _train(rank: int, case: Case, victim: _Victim) -> None:
     batches: Iterator[Any] | None = None
     if case.call == "loader":
         data = ({"seq_lens": _lengths(rank, step)} for step in range(NUM_STEPS))
-        batches = iter(BalancedLoader(data, balancer, empty=lambda: {"seq_lens": []}))
+        batches = iter(BalancedLoader(data, balancer, seq_lens=itemgetter("seq_lens"), empty=lambda: {"seq_lens": []}))
     for victim.step in range(NUM_STEPS):
         if batches is not None:
             victim.comes_to("loader")

@@ -17,6 +17,7 @@ import random
 import sys
 import time
 from collections.abc import Iterator
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -75,13 +76,13 @@ def _plans_of_round(balancer: SequenceBalancer, rank: int, first: int, seed: int
             yield lens
         return
     data = [{"seq_lens": _random_lengths(seed, rank, step)} for step in steps]
-    loader, state = BalancedLoader(data, balancer, empty=lambda: {"seq_lens": []}), {}  # type: ignore[var-annotated]
+    loader, state = BalancedLoader(data, balancer, seq_lens=itemgetter("seq_lens"), empty=lambda: {"seq_lens": []}), {}  # type: ignore[var-annotated]
     for i, (batch, _) in enumerate(loader):
         yield batch["seq_lens"]
         if i == STEPS_OF_ROUND // 2:
             state = loader.state_dict()
             break
-    loader = BalancedLoader(data, balancer, empty=lambda: {"seq_lens": []})
+    loader = BalancedLoader(data, balancer, seq_lens=itemgetter("seq_lens"), empty=lambda: {"seq_lens": []})
     loader.load_state_dict(state)
     for batch, _ in loader:
         yield batch["seq_lens"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from operator import itemgetter
 from typing import Any
 
 import pytest
@@ -199,7 +200,7 @@ def check_plans_made_ahead(rank: int, world_size: int) -> None:
         balancer, model = SequenceBalancer(topology, d_model=WIDTH), _Model()
         batches = [{"seq_lens": lens[rank], "step": step} for step, lens, _ in _steps(world_size)]
         num_steps = 0
-        loader: Any = BalancedLoader(batches, balancer, empty=lambda: {"seq_lens": []})
+        loader: Any = BalancedLoader(batches, balancer, seq_lens=itemgetter("seq_lens"), empty=lambda: {"seq_lens": []})
         for batch, _ in loader:
             step, lens = batch["step"], LENS[world_size][batch["step"] % 6]
             model.embed.requires_grad_(TRAINS[step])

@@ -130,6 +130,6 @@ def prepared(rank: int, world: int, folder: Path, cases: list[dict[str, Any]]) -
         _message(lambda: accelerator.prepare(_loader(_sampler(num_replicas=1, rank=0)))),
         _message(lambda: accelerator.prepare(DataLoader(range(96), sampler=_sampler(), batch_size=None))),
         _message(lambda: _accelerator(num_steps=4).prepare(_loader(_sampler()))),
-        _message(lambda: BalancedLoader(loader, SequenceBalancer(d_model=16), empty=list)),
+        _message(lambda: BalancedLoader(loader, SequenceBalancer(d_model=16), seq_lens=list, empty=list)),
     ]
     return seen
