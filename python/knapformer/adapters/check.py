@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -56,12 +56,10 @@ class SmallModel:
     """A small model of a class, in a random configuration; and samples for it.
 
     fields: in place of those of `Adapter.small`. No weight is 0: every part matters. The same arguments give the same
-    numbers, on every rank. controls: as of balance(); most samples then have residuals, which require gradients.
+    numbers, on every rank. controlled: most samples have residuals of a ControlNet, which require gradients.
     """
 
-    controls: Mapping[str, int] = MappingProxyType({})
-
-    def __init__(self, model_class: Any, **fields: Any) -> None:
+    def __init__(self, model_class: Any, controlled: bool = False, **fields: Any) -> None:
         found = adapter_of(model_class)
         if found is None or not found.small:
             raise ArgumentError(
@@ -69,6 +67,7 @@ class SmallModel:
             )
         self.model_class, self.adapter = model_class, found
         self.fields = found.small | fields
+        self.controls = dict.fromkeys(found.controls, 2) if controlled else {}
 
     def make(self) -> Any:
         model = self.model_class(**self.fields)
@@ -161,8 +160,7 @@ def check(transformer: Any, *, ranks: int = 2, **fields: Any) -> str:
     if ranks not in _TOPOLOGIES:
         raise ArgumentError(f"ranks: got {ranks!r}, expected one of {', '.join(map(str, _TOPOLOGIES))}")
     model_class = transformer if isinstance(transformer, type) else type(find_model(transformer)[0])
-    small = SmallModel(model_class, **fields)
-    small.controls = dict.fromkeys(small.adapter.controls, 2)
+    small = SmallModel(model_class, controlled=True, **fields)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # more of them wait for each other over so few numbers
     try:
@@ -271,8 +269,7 @@ def _rank_main(rank: int, ranks: int, folder: str, model_class: type, adapter: t
     dist.init_process_group("gloo", f"file://{folder}/store", timeout, rank=rank, world_size=ranks)
     if adapter_of(model_class) is not adapter:
         register(model_class, adapter)
-    small, found = SmallModel(model_class, **fields), []
-    small.controls = dict.fromkeys(adapter.controls, 2)
+    small, found = SmallModel(model_class, controlled=True, **fields), []
     for cut in (False, True):
         differences = shared(small, rank, ranks, TrainedModel(num_heads=1, cuts_queries=True) if cut else None)
         found += [f"{'with queries cut, ' if cut else ''}{difference}" for difference in differences]

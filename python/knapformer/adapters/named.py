@@ -31,8 +31,8 @@ PLAIN = "knapformer.models.transformer.Transformer"
 
 
 class ModelConfig:
-    """The configuration of a class of diffusers, given by name, or of the plain transformer. It is a value:
-    constant, comparable. Every field is an attribute, too: config.num_layers.
+    """The configuration of a class of diffusers, given by name, or of the plain transformer. It is
+    constant. Every field is an attribute, too: config.num_layers.
 
     fields: those that differ from the defaults of the class. Raises ArgumentError where diffusers is missing, the class
     has no adapter, or a field is wrong.
@@ -72,11 +72,6 @@ class ModelConfig:
         if name in (fields := self.__dict__.get("fields", {})):
             return fields[name]
         raise AttributeError(f"{self.__class__.__name__} has no field {name}", name=name)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ModelConfig) and self.to_dict() == other.to_dict()
-
-    __hash__ = None  # type: ignore[assignment]
 
     def replace(self, **fields: Any) -> ModelConfig:
         return ModelConfig(self.class_name, **{**self.fields, **fields})

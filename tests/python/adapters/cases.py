@@ -74,10 +74,7 @@ def of(class_name: str, **fields: Any) -> SmallModel:
 
 
 def cases() -> dict[str, SmallModel]:
-    found = {name: of(class_name, **fields) for name, (class_name, fields) in CASES.items()}
-    for name in CONTROLLED:
-        found[name].controls = dict.fromkeys(found[name].adapter.controls, 2)
-    return found
+    return {name: of(cls, controlled=name in CONTROLLED, **fields) for name, (cls, fields) in CASES.items()}
 
 
 def assert_gradients_equal(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = GRADIENTS) -> None:

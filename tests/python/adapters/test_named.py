@@ -153,7 +153,7 @@ def test_models_are_made_in_their_dtype_without_rounding_their_tables() -> None:
 @pytest.mark.parametrize("name", config_names())
 def test_configurations_come_back_from_their_dict(name: str) -> None:
     config = load_config(name)
-    assert config_from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert config_from_dict(json.loads(json.dumps(config.to_dict()))).to_dict() == config.to_dict()
 
 
 def test_a_config_json_of_diffusers_is_read(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_a_config_json_of_diffusers_is_read(tmp_path: Path) -> None:
     fields = dict(load_config("sd3-demo").fields)
     SD3Transformer2DModel(**fields).save_config(tmp_path)
     config = load_config(str(tmp_path / "config.json"))
-    assert config == load_config("sd3-demo") and config.depth == 3
+    assert config.to_dict() == load_config("sd3-demo").to_dict() and config.depth == 3
 
 
 def test_grids_have_about_as_many_tokens() -> None:
