@@ -42,10 +42,7 @@ def record(
     Path(folder).mkdir(parents=True, exist_ok=True)
 
     def log(seq_lens: Iterable[Any], masks: Iterable[str] | None = None) -> None:
-        try:
-            lens = list(seq_lens)
-        except (TypeError, RuntimeError):
-            raise ArgumentError(f"seq_lens: got {seq_lens!r}, expected the tokens of each sample") from None
+        lens = list(seq_lens)
         of_samples = ["full"] * len(lens) if masks is None else list(masks)
         if len(of_samples) != len(lens):
             raise ArgumentError(f"masks: got {len(of_samples)} masks, expected one for each of the {len(lens)} samples")

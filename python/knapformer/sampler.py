@@ -143,7 +143,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         if topology == "auto":
             raise ArgumentError(
                 "topology: got 'auto', expected one for all steps, as the balancer that follows has; "
-                "knapformer.rank_topologies and knapformer doctor --topologies name the best"
+                "knapformer.rank_topologies names the best"
             )
         if not isinstance(cost.model, TrainedModel | None):
             raise ArgumentError(f"model: got {cost.model!r}, expected a TrainedModel")

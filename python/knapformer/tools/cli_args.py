@@ -45,12 +45,6 @@ def counts(high: int) -> Callable[[str], list[int]]:
     return _bounded(parse, lambda values: all(1 <= value <= high for value in values), expected)
 
 
-def _effort(text: str) -> int | str:
-    if text in ("low", "default", "high"):
-        return text
-    return _bounded(int, lambda moves: 0 <= moves <= 2**62, "low, default, high, or a number of moves")(text)
-
-
 def _count(of: str, default: int, low: int = 1, high: int = 10**6) -> dict[str, Any]:
     """of: what is counted, for the help."""
     return {"type": integer(low, high), "default": default, "metavar": "N", "help": f"{of} (default {default})"}
@@ -88,8 +82,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--d-model": {"type": integer(1, 1 << 20), "metavar": "D", "help": "width, in features"},
     "--solver": {"default": solver_names()[0], "choices": solver_names(), "help": f"default {solver_names()[0]}"},
     "--effort": {
-        "type": _effort, "default": "default", "metavar": "E",
-        "help": "how long the balanced solver searches: low, default, high, or a number of moves",
+        "choices": ("low", "default", "high"), "default": "default", "help": "how long the balanced solver searches"
     },
     "--gamma": {
         "type": number(inclusive=True), "default": DEFAULT_GAMMA,

@@ -6,12 +6,11 @@ import argparse
 import importlib.util
 import json
 import os
-import shutil
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import rich.progress
 from rich.console import Console, Group
 from rich.table import Table
 
@@ -55,33 +54,16 @@ def write_json(path: str | None, value: Any) -> None:
 
 
 def write(path: str | None, text: str) -> None:
-    """To standard output for '-', nowhere for None. Who reads a regular file finds the old content or the new, never a
-    part. A link stays. Raises OutputError."""
+    """To standard output for '-', nowhere for None. Raises OutputError."""
     if path is None:
         return
     if path == "-":
         print(text)
         return
     try:
-        if os.path.exists(path) and not os.path.isfile(path):  # a device or a pipe
-            Path(path).write_text(f"{text}\n", encoding="utf-8")
-        else:
-            _replace(os.path.realpath(path), f"{text}\n")
-    except BrokenPipeError:
-        raise
+        Path(path).write_text(f"{text}\n", encoding="utf-8")
     except OSError as error:
         raise OutputError(error.errno, error.strerror, path) from error
-
-
-def _replace(target: str, text: str) -> None:
-    temporary = Path(f"{target}.{os.getpid()}")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        if os.path.exists(target):
-            shutil.copymode(target, temporary)
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def cells_of(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, str]:
@@ -130,32 +112,23 @@ def show(*parts: str | Group) -> None:
         console.print(part, soft_wrap=isinstance(part, str))
 
 
-class Progress:
+class Progress(rich.progress.Progress):
     """How far a command has come, on standard error: on a terminal one line that changes, elsewhere a line for each
-    stage. Silent unless enabled. total: of what `advance` counts."""
+    stage. Silent unless enabled. total: of what `count` counts."""
 
     def __init__(self, total: int, enabled: bool = True) -> None:
-        self._total, self._done, self._text = total, 0, ""
-        self._enabled, self._is_terminal = enabled, sys.stderr.isatty()
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._is_terminal:
-            self._print("")
+        console, text = Console(stderr=True), "{task.description}, {task.completed} of {task.total} done"
+        # Without a thread of its own, which would take time from what is measured.
+        super().__init__(
+            text, console=console, auto_refresh=False, transient=True, disable=not (enabled and console.is_terminal)
+        )
+        self._task = self.add_task("", total=total)
+        self._prints_stages = enabled and not console.is_terminal
 
     def describe(self, text: str) -> None:
-        if text != self._text:
-            self._text = text
-            self._print(f"{text}, {self._done} of {self._total} done")
+        if self._prints_stages and text != self.tasks[0].description:
+            self.console.print(text)
+        self.update(self._task, description=text, refresh=True)
 
-    def advance(self) -> None:
-        self._done += 1
-        if self._is_terminal:
-            self._print(f"{self._text}, {self._done} of {self._total} done")
-
-    def _print(self, text: str) -> None:
-        if self._enabled:
-            begin, end = ("\r\033[K", "") if self._is_terminal else ("", "\n")
-            print(f"{begin}{text}", end=end, file=sys.stderr, flush=True)
+    def count(self) -> None:
+        self.update(self._task, advance=1, refresh=True)

@@ -82,9 +82,8 @@ class Draw:
 
     @cached_property
     def batch_size(self) -> float:
-        """Samples of a rank in a micro-batch, in the mean: an int where that is one."""
-        mean = statistics.fmean(len(lens) for step in self.batches for batch in step for lens in batch)
-        return int(mean) if mean.is_integer() else mean
+        """Samples of a rank in a micro-batch, in the mean."""
+        return statistics.fmean(len(lens) for step in self.batches for batch in step for lens in batch)
 
 
 @dataclass
@@ -104,27 +103,16 @@ class Step:
         return self.whole or self.plans[0]
 
     @property
-    def max_tokens(self) -> int:
-        """Tokens of the fullest rank in any micro-batch."""
-        return max(plan.max_tokens for plan in self.plans)
-
-    @property
     def work_s(self) -> float:
         """Seconds of the samples' own work, spread evenly over the ranks."""
         return self.own_share * self.figures["ideal_s"]
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(plan.num_tokens for plan in self.plans)
-
-    @property
-    def wir(self) -> float:
-        """Mean over the micro-batches that have tokens; infinite where one of them leaves a rank without work."""
-        return statistics.fmean([plan.wir_after for plan in self.plans if plan.num_tokens] or [1.0])
-
     @cached_property
     def figures(self) -> dict[str, float]:
-        """Sums over the micro-batches, since ranks wait for each other in each."""
+        """Sums over the micro-batches, since ranks wait for each other in each; max_tokens_per_rank is that of any.
+
+        wir: the mean over those that have tokens; infinite where one of them leaves a rank without work.
+        """
         times = self.times or [predict_step(plan) for plan in self.plans]
         sums: dict[str, Callable[[StepTime], float]] = {
             "total_s": lambda of: of.total_s,
@@ -136,10 +124,10 @@ class Step:
             "fsdp_bytes": lambda of: of.fsdp_bytes,
         }
         return {
-            "wir": self.wir,
+            "wir": statistics.fmean([plan.wir_after for plan in self.plans if plan.num_tokens] or [1.0]),
             "samples": sum(plan.num_sequences for plan in self.plans),
-            "tokens": self.num_tokens,
-            "max_tokens_per_rank": self.max_tokens,
+            "tokens": sum(plan.num_tokens for plan in self.plans),
+            "max_tokens_per_rank": max(plan.max_tokens for plan in self.plans),
             **{term: math.fsum(of.terms[term] for of in times) for term in StepTime.labels()},
             **{name: math.fsum(map(of, times)) for name, of in sums.items()},
         }
@@ -234,15 +222,15 @@ def measured(
 ) -> dict[str, Any]:
     """What files hold of the measured steps of a variant, by all commands that measure. name: None or NO_BALANCER where
     all are at home. seconds: of each step. An infinite WIR becomes None."""
-    fbl_s, tokens = statistics.fmean(seconds), statistics.fmean(step.num_tokens for step in steps)
+    fbl_s, mean = statistics.fmean(seconds), means(steps, peak_tflops=None)
     return {
         "name": name,
         "topology": None if name in (None, NO_BALANCER) else str(steps[0].plans[0].topology),
         "fbl_s": fbl_s,
         "fbl_per_step_s": list(seconds),
-        "wir": number_or_none(statistics.fmean(step.wir for step in steps)),
-        "tokens_per_s": tokens / fbl_s,
-        "max_tokens_per_rank": max(step.max_tokens for step in steps),
+        "wir": mean["wir"],
+        "tokens_per_s": mean["tokens"] / fbl_s,
+        "max_tokens_per_rank": max(step.figures["max_tokens_per_rank"] for step in steps),
         "hfu": hfu_of(steps, model, fbl_s, peak_tflops),
     }
 

@@ -78,7 +78,7 @@ def test_a_batch_may_be_larger_than_the_data():
         ({"seed": None}, "seed: got None, expected an integer"),
         ({"seed": -1}, f"seed: got -1, expected 0 to {2**62}"),
         ({"model": "x"}, "model: got 'x', expected a TrainedModel"),
-        ({"topology": "auto"}, "topology: got 'auto', expected .*rank_topologies.*doctor --topologies"),
+        ({"topology": "auto"}, "topology: got 'auto', expected .*rank_topologies names the best"),
         ({"lengths": [5, 0]}, "lengths: got 0, expected 1 to 2147483647"),
         ({"lengths": [[5, 4]]}, r"lengths: got torch.int64 of shape \(1, 2\), expected integers"),
         ({"lengths": [5.0, 4.0]}, "lengths: got torch.float32"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -11,7 +10,6 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -46,10 +44,7 @@ REPLAY_G4 = [*REPLAY, "--topology", "g4n1"]
         ([*PLAN_G8, *MIXED, "--gamma", "nan"], "--gamma: got 'nan'"),
         ([*PLAN_G8, *MIXED, "--gamma", "1e308"], "gamma: got 1e+308, expected a number from 0 to 1e+30"),
         (["plan", "--topology", "g8/4n4", *MIXED, "--solver", "greedy"], "solver: got 'greedy' for topology g8/4n4"),
-        (
-            [*PLAN_G8, *MIXED, "--effort", "best"],
-            "--effort: got 'best', expected low, default, high, or a number of moves",
-        ),
+        ([*PLAN_G8, *MIXED, "--effort", "best"], "--effort: invalid choice: 'best'"),
         ([*PLAN_G8, *MIXED, "--mask", "star"], "mask: got 'star'"),
         ([*PLAN_G8, *MIXED, "--cluster", "nowhere"], "--cluster: got 'nowhere'"),
         ([*PLAN_G8, *MIXED, "--max-tokens-per-rank", "100"], "max_tokens_per_rank: got 100, expected at least"),
@@ -99,8 +94,7 @@ REPLAY_G4 = [*REPLAY, "--topology", "g4n1"]
         ([*REPLAY_G4, "--gamma", "1", "--calibration", "x"], "not allowed with argument --gamma"),
         ([*REPLAY_G4, "--device", "cuda"], "device: got 'cuda'"),
         ([*REPLAY[:3], "--lengths", "empty.json", "--topology", "g2n1"], "without sequences"),
-        ([*PLAN_EMPTY, "--report", "x.html"], "plan: got one without sequences"),
-        ([*PLAN_EMPTY, "--predictions", "x.json", "--json", "plan.json"], "--predictions: got one where nothing is"),
+        (PLAN_EMPTY, "empty.json: got a first step without sequences, expected at least one"),
         ([*PLAN_EMPTY, "--micro-batches", "2"], "--micro-batches: got 2, expected at most 1: empty.json has 1 batches"),
         (["plan", "--topology", "g2n1", "--lengths", "missing.json"], "missing.json: No such file or directory"),
     ],
@@ -254,7 +248,7 @@ def test_tables_fit_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
          "--micro-batches", "2", "--effort", "low"],
         ["plan", "--topology", "g8n4", "--data", "mixed", "--ranks", "4096"],
         ["plan", "--topology", "g8/4/2/1n4", "--data", "joint", "--micro-batches", "3"],
-        ["doctor", "--data", "joint", "--steps", "2", "--topologies"],
+        ["doctor", "--data", "joint", "--steps", "2"],
     ):  # fmt: skip
         status, out, err = run(capsys, *command)
         assert (status, err) == (0, "")
@@ -320,28 +314,6 @@ def test_two_outputs_to_one_file_are_refused(capsys: pytest.CaptureFixture[str],
         message = refusal(capsys, "--json", str(tmp_path / "a"), "--report", f"{tmp_path}/{other}")
         assert "--report: got" in message and "another file than --json writes" in message
     assert os.listdir(tmp_path) == ["link"]
-
-
-def test_a_write_that_breaks_off_leaves_what_was_there(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept, link = tmp_path / "kept.json", tmp_path / "link"
-    kept.write_text("old")
-    kept.chmod(0o640)
-    link.symlink_to("kept.json")
-
-    def breaks_off(path: Path, text: str, **_: Any) -> int:
-        with path.open("w") as file:
-            file.write(text[:10])
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "write_text", breaks_off)
-        assert main([*PLAN_TWO, "--json", str(link)]) == 1
-    assert capsys.readouterr().err == f"knapformer plan: {link}: No space left on device\n"
-    assert kept.read_text() == "old" and sorted(os.listdir(tmp_path)) == ["kept.json", "link"]
-    assert main([*PLAN_TWO, "--json", str(link)]) == 0
-    assert is_plan(kept.read_text()) and link.is_symlink() and stat.S_IMODE(kept.stat().st_mode) == 0o640
 
 
 def test_a_write_that_fails_later_is_status_1(capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,7 +40,7 @@ _OPTIONS = [
 _COMMANDS = (
     ["plan", "--topology", "g4/2/1n1", "--effort", "low", "--lengths", "{lengths}"],
     ["plan", "--topology", "g2n2", "--effort", "low", "--micro-batches", "2", "--lengths", "{lengths}"],
-    ["doctor", "--steps", "2", "--model", "wan-1.3b", "--topologies", "{lengths}"],
+    ["doctor", "--steps", "2", "--model", "wan-1.3b", "{lengths}"],
     ["plan", "--topology", "g4n1", "--effort", "low", "--lengths", "{lengths}", "--report", "{output}"],
 )
 

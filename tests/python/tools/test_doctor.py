@@ -203,9 +203,8 @@ def test_what_does_not_fit_is_not_advised(capsys):
 def test_topologies_are_ranked_with_reasons(capsys, tmp_path):
     path = tmp_path / "diagnosis.json"
     arguments = ["doctor", "--data", "joint", "--ranks", "32", "--steps", "2", "--max-tokens-per-rank", "20000"]
-    assert main([*arguments, "--topologies", "--json", str(path)]) == 0
-    out, err = capsys.readouterr()
-    assert err == ""
+    assert main([*arguments, "--json", str(path)]) == 0
+    assert capsys.readouterr().err == ""
     ranking = json.loads(path.read_text())["topologies"]
     sample = [kf.DataMix.parse("joint").draw_lengths(0, step, 32) for step in range(2)]
     # FLUX's 24 heads; no fixed time of the published cluster.
@@ -219,7 +218,7 @@ def test_topologies_are_ranked_with_reasons(capsys, tmp_path):
     assert all(better <= worse * 1.001 for better, worse in itertools.pairwise(times[:-1]))
     assert "20000" in ranking[-1]["reason"]
     assert ranking[-1]["topology"] == "g1n32"
-    assert all(f"{option.topology}: {option.reason}." in out for option in asked)
+    assert [option["reason"] for option in ranking] == [option.reason for option in asked]
     assert next(o for o in ranking if o["topology"] == "g16n2")["over_ideal"] > 0.3  # of 24 heads some ranks have two
     best = kf.plan(sample[0], ranking[0]["topology"], d_model=3072).predicted_time
     flat = min(
@@ -228,8 +227,6 @@ def test_topologies_are_ranked_with_reasons(capsys, tmp_path):
     assert best < flat
     assert main([*arguments, "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(path.read_text())
-    assert main(arguments) == 0
-    assert "Topologies of bags" not in capsys.readouterr().out
 
 
 def alternating(num_batches):
@@ -366,7 +363,7 @@ def test_the_verdict_speaks_to_somebody_who_has_read_nothing_else(tmp_path, caps
     assert f"What to change: {code}, where transformer is {model}; then call it with a list of samples. " in text
     assert "bags" not in text and text.count("g4/") == 1
     assert "57 blocks, 1.2e+10 parameters, 24 heads; training;" in text
-    assert "Model: flux, the default of --model, of width 3072." in text
+    assert "Model: flux, the default of --model, of width 3072, mask full." in text
     clips = file_of(tmp_path / "clips.csv", "width,height,frames\n" + "832,480,81\n512,512,17\n" * 9)
     text = printed(capsys, clips, "--ranks", 8, "--micro-batches", 8, "--model", "wan-1.3b", "--steps", 3)
     assert "batch_sampler=knapformer.BalancedBatchSampler(lengths, batch_size=1, d_model=1536, micro_batches=8" in text

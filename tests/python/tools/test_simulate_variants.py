@@ -71,7 +71,7 @@ def test_ranks_wait_in_every_micro_batch() -> None:
 def test_an_infinite_ratio_is_null() -> None:
     step = Step([plan_home(plan([[5], []], "g2n1", d_model=16))])
     alone = Variant(NO_BALANCER, [step], [1.0], [1.0], [1.0])
-    assert math.isinf(step.wir) and figures(alone, alone, MODEL, None)["wir"] is None
+    assert math.isinf(step.figures["wir"]) and figures(alone, alone, MODEL, None)["wir"] is None
 
 
 def test_the_sentences_say_what_the_table_does_not() -> None:
@@ -213,7 +213,9 @@ def test_a_limit_of_tokens_holds_in_plans_and_not_where_nothing_is_planned() -> 
     of_topology = list(step_of(twice, 0)["g1n2"].step.plans)
     limit = max(of.max_tokens for of in of_topology) - 1
     kept = step_of(changed(twice, max_tokens_per_rank=limit), 0)
-    assert list(kept["g1n2"].step.plans) == of_topology and kept[PLANNED_STEP].step.max_tokens <= limit
+    assert (
+        list(kept["g1n2"].step.plans) == of_topology and kept[PLANNED_STEP].step.figures["max_tokens_per_rank"] <= limit
+    )
 
 
 def test_a_limit_that_a_later_step_cannot_keep_is_refused_before_any_rank_starts() -> None:

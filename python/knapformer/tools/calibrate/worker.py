@@ -63,7 +63,7 @@ def calibrate(args: argparse.Namespace, config: ModelConfig, lengths: Sequence[i
     with Progress((args.repeats + args.warmup) * len(kinds) * len(lengths), enabled=first) as progress:
         progress.describe("measuring blocks")
         rounds = (args.repeats, args.warmup)
-        times = time_blocks(kinds, work, lengths, device, *rounds, progress.advance)
+        times = time_blocks(kinds, work, lengths, device, *rounds, progress.count)
         exchanges: dict[str, ExchangeTimes] = {}
         steps: StepTimes | None = None
         if dist.is_initialized():

@@ -20,7 +20,7 @@ from knapformer.tools.ways import Draw, Step, Way, at_home, planned_whole
 
 _MAX_BUCKETS = 32
 # Of topologies: a larger sample changes their order by less than the predictions' error.
-_MAX_STEPS, MAX_BATCHES = 2, 4
+_MAX_STEPS, _MAX_BATCHES = 2, 4
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ def alternatives(draw: Draw, topologies: Sequence[str]) -> list[Alternative]:
 def ranked(draw: Draw) -> list[TopologyOption]:
     """Ranks topologies for micro-batches that are planned one by one, with tokens routed in the model."""
     of, drawn = draw.planning, itertools.chain.from_iterable(draw.batches[:_MAX_STEPS])
-    batches = list(itertools.islice(drawn, MAX_BATCHES))
+    batches = list(itertools.islice(drawn, _MAX_BATCHES))
     masks = [of.masks(batch) for batch in batches]
     return rank_topologies(
         batches, of, max_tokens_per_rank=draw.max_tokens, masks=masks, model=of.model.replace(routed=True)

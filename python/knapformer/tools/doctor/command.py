@@ -67,7 +67,6 @@ def add_parser(subparsers: Any) -> None:
     add(parser, "--max-tokens-per-rank", help=limit)
     add(parser, "--mask")
     cli_args.add_model_options(parser)
-    add(parser, "--topologies", action="store_true", help="lists all topologies of bags, with the reasons")
     add(parser, "--json")
 
 
@@ -105,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
         for alternative in alternatives(draw, sharing(ranking)):
             progress.describe(f"simulating {alternative.name}")
             results.append(simulate(alternative, draw))
-            progress.advance()
+            progress.count()
         now = next(result for result in results if result.alternative.key == args.now)
         verdict = decide(results, now, draw, f"{preset.name} on {num_ranks:,} ranks")
     found = Findings(args, source, preset, draw, memory, results, verdict, ranking)

@@ -5,29 +5,24 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from knapformer import TopologyOption, attention_pairs
+from knapformer import TopologyOption
 from knapformer._core import DEFAULT_GAMMA
-from knapformer.tools.doctor.alternatives import MAX_BATCHES, Result, gain
+from knapformer.tools.doctor.alternatives import Result, gain
 from knapformer.tools.doctor.memory import MemoryModel
 from knapformer.tools.doctor.verdict import Verdict
 from knapformer.tools.draws import Source
-from knapformer.tools.files import cells_of, show, table_of
+from knapformer.tools.files import show, table_of
 from knapformer.tools.lengths import has_masks
 from knapformer.tools.presets import DEFAULT_PRESET, Preset
 from knapformer.tools.settings import assumed, settings_dict
 from knapformer.tools.ways import Draw, heads_text
 
 _HEADINGS = ("step s", "speed", "hours", "wait", "GB", "GiB")
-_TOPOLOGY = {
-    "topology": "topology:", "predicted s": "predicted_time_s:.4g", "over ideal": "over_ideal:.3f",
-    "exchanged": "exchanged_fraction:.1%", "fullest rank": "max_tokens_over_mean:.2f",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -77,13 +72,6 @@ class Findings:
             "max_gib": self.memory.gib(result.max_tokens),
         }
 
-    @cached_property
-    def share_of_pairs(self) -> float:
-        """Of all (query, key) pairs of the samples, those that their masks leave."""
-        mask_of, counts = self.draw.planning.mask_of, Counter(self.source.pool)
-        left = sum(count * attention_pairs(mask_of(length), length) for length, count in counts.items())
-        return left / sum(count * length**2 for length, count in counts.items())
-
     @property
     def topologies(self) -> list[dict[str, Any]]:
         """Best first. Of those that cannot be planned the figures are None."""
@@ -120,7 +108,6 @@ class Findings:
             "d_model": planning.d_model,
             "gamma": planning.gamma,
             "mask": planning.mask,
-            "share_of_pairs": self.share_of_pairs,
             "max_tokens_that_fit": draw.max_tokens or None,
             **settings_dict(planning),
             "alternatives": [
@@ -131,7 +118,7 @@ class Findings:
         }
 
     def print(self) -> None:
-        source, draw, verdict, lens = self.source, self.draw, self.verdict, self.source.pool
+        source, verdict, lens = self.source, self.verdict, self.source.pool
         samples = f"the {source.num_samples:,} samples" if source.num_samples else "a million samples"
         names = (result.alternative.name for result in self.results)
         rows = ({"alternative": name, **_cells(of)} for name, of in zip(names, self.figures, strict=True))
@@ -156,20 +143,8 @@ class Findings:
             "every sample.",
         ]
         parts += [f"{r.alternative.name} does not fit: {r.problem}." for r in self.results if r.problem is not None]
-        of_drawn = draw.batch_size * draw.num_ranks * draw.micro_batches or 1
-        for result in self.results:
-            if result.alternative.effect and result.problem is None:
-                ratio = f"{result.mean('samples') / of_drawn:.2g}"
-                more = "" if ratio == "1" else f" (here {ratio} times as many samples)"
-                parts.append(f"{result.alternative.name}: {result.alternative.effect}{more}.")
-        if self.args.topologies:
-            rows = (cells_of(of, _TOPOLOGY) for of in self.topologies)
-            caption = (
-                f"Seconds of a micro-batch planned alone, mean over at most {MAX_BATCHES}, and over the ideal ones. "
-                "Exchanged: of the tokens, in each all-to-all of attention. Fullest rank: its tokens over the mean."
-            )
-            parts += ["", "Topologies of bags, best first:", table_of(rows, left="topology", caption=caption)]
-            parts += [f"{of['topology']}: {of['reason']}." for of in self.topologies]
+        fitting = [result.alternative for result in self.results if result.problem is None]
+        parts += [f"{of.name}: {of.effect}." for of in fitting if of.effect]
         show(*parts, "", *self._assumed())
 
     def _what_to_change(self) -> str:
@@ -216,15 +191,13 @@ class Findings:
         source, draw, preset = self.source, self.draw, self.preset
         default = ", the default of --model" if preset.name == DEFAULT_PRESET else ""
         limit = f"at most {draw.max_tokens:,} tokens on a rank" if draw.max_tokens else "memory is not limited"
-        lines = [
+        masks = f"{draw.planning.mask}, where samples have none" if has_masks([source.pool]) else draw.planning.mask
+        return [
             assumed(self.args, draw.planning, limit),
-            f"Model: {preset.name}{default}, of width {draw.planning.d_model}. {len(draw.batches)} steps of "
-            f"{source.num_ranks:,} ranks are simulated, of {draw.micro_batches} micro-batches of "
+            f"Model: {preset.name}{default}, of width {draw.planning.d_model}, mask {masks}. {len(draw.batches)} steps "
+            f"of {source.num_ranks:,} ranks are simulated, of {draw.micro_batches} micro-batches of "
             f"{digits(draw.batch_size)} samples a rank; ranks wait for each other in every one, as under FSDP2.",
         ]
-        if self.share_of_pairs < 1:
-            lines.append(f"Masks leave {self.share_of_pairs:.1%} of the samples' (query, key) pairs.")
-        return lines
 
 
 def _cells(figures: Mapping[str, Any]) -> dict[str, str]:

@@ -88,15 +88,14 @@ def run(args: argparse.Namespace) -> None:
                 Topology(topology_for(topology, draw.num_ranks), draw.num_ranks)
     lengths = draws[0].batches[0]
     settings.warn_if_far(args, planning, lengths)
-    has_sequences = any(lens for of_ranks in lengths for lens in of_ranks)
-    if args.predictions is not None and not has_sequences:
-        raise ArgumentError("--predictions: got one where nothing is predicted, expected sequences")
+    if not any(lens for of_ranks in lengths for lens in of_ranks):
+        raise ArgumentError(f"{args.lengths}: got a first step without sequences, expected at least one sequence")
     made, points = list[Step](), list[Point]()
     for draw in draws:
         topologies = dict.fromkeys(_topology(draw, asked) for asked in args.topology)
         ways = usual_ways(draw, topologies, args.micro_batches is not None)
         made += [steps[0] for steps in ways.values()][-1:]  # the first step of the last topology
-        points += [_point(steps, name, args) for name, steps in ways.items() if has_sequences]
+        points += [_point(steps, name, args) for name, steps in ways.items()]
     plan, heads = made[0].plan, heads_text(draws[0], made[0].plan)
     if args.report is not None:
         from knapformer.tools.plan.report import write_report
@@ -123,8 +122,7 @@ def run(args: argparse.Namespace) -> None:
     if len(draws) == len(args.topology) == args.steps == 1:
         _print_made(plan, made[0].plan_s)
     show(*filter(None, [heads]))
-    if points:
-        _print_points(points, args.steps)
+    _print_points(points, args.steps)
     show(settings.assumed(args, planning))
 
 
@@ -175,8 +173,6 @@ def _print_made(plan: Plan, took_s: float) -> None:
 
 
 def _plan_text(plan: Plan) -> str:
-    if plan.num_tokens == 0:
-        return "No sequences: nothing to balance."
     of_mean = f"{plan.max_tokens * plan.num_ranks * plan.num_micro_batches / plan.num_tokens:.2f} times the mean"
     if plan.num_micro_batches > 1:
         of_mean += " of a micro-batch"

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import html
-import itertools
 import math
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from knapformer import ArgumentError, Plan, plan_home, predict_step
+from knapformer import Plan, plan_home, predict_step
 from knapformer.tools.files import write
 
-_MAX_RANKS, _MAX_CHUNKS = 128, 5000  # of more no bars are drawn
+_MAX_RANKS = 128  # of more no bars are drawn
 # Viridis without its darkest part, on which numbers would be illegible.
 _COLOURS = ["#3e4c8a", "#2a788e", "#22a884", "#7ad151", "#fde725"]
 
@@ -26,21 +25,19 @@ _PAGE = """<!DOCTYPE html>
 
 
 def write_report(path: str, plan: Plan, *said: str) -> None:
-    """Writes the picture of a plan; of a step of several micro-batches, of the one that takes longest. said: of the
-    plan, in words.
+    """Writes the picture of a plan of at least one sequence; of a step of several micro-batches, of the one that takes
+    longest. said: of the plan, in words.
 
-    Raises ArgumentError, OSError.
+    Raises OSError.
     """
-    if plan.num_tokens == 0:
-        raise ArgumentError("plan: got one without sequences, expected at least one sequence to report on")
     title = f"{plan.num_ranks:,} ranks, {plan.topology}"
     lines = [*filter(None, said), f"{plan.num_sequences:,} sequences, {plan.num_tokens:,} tokens."]
     if plan.num_micro_batches > 1:
         longest = max(range(plan.num_micro_batches), key=plan.predicted_times.__getitem__)
         lines.append(f"Drawn: of {plan.num_micro_batches} micro-batches number {longest}, which takes longest.")
         plan = plan.plans[longest]
-    if plan.num_ranks > num_drawn(plan):
-        lines.append(f"Drawn: the first {num_drawn(plan)} ranks.")
+    if plan.num_ranks > _MAX_RANKS:
+        lines.append(f"Drawn: the first {_MAX_RANKS} ranks.")
     lines.append(
         f"Highest over lowest work of a rank: {plan.wir_before:.2f} → {plan.wir_after:.2f}. Predicted seconds: "
         f"{predict_step(plan_home(plan)).total_s:.3g} → {plan.predicted_time:.3g}. Tokens of the fullest rank: "
@@ -49,12 +46,6 @@ def write_report(path: str, plan: Plan, *said: str) -> None:
     text = "".join(f"<p>{html.escape(line)}</p>" for line in lines)
     chart = placement(plan).to_html(full_html=False, config={"displayModeBar": False}, default_height="80vh")
     write(path, _PAGE.format(title=html.escape(title), text=text, chart=chart))
-
-
-def num_drawn(plan: Plan) -> int:
-    """Of how many ranks, from the first on, `placement` draws the sequences."""
-    drawn = itertools.accumulate(map(len, plan.sequences_on))
-    return max(1, sum(count <= _MAX_CHUNKS for count in itertools.islice(drawn, _MAX_RANKS)))
 
 
 def placement(plan: Plan) -> go.Figure:
@@ -69,7 +60,7 @@ def placement(plan: Plan) -> go.Figure:
     whole = ((i, home, 0, length) for i, (home, length) in enumerate(homes))
     for row, (chunks, works) in enumerate(((whole, plan.sequence_works), (plan.chunks, plan.chunk_works)), start=1):
         bars = sorted(zip(chunks, works, strict=True), key=lambda bar: -homes[bar[0][0]][1])
-        bars = [bar for bar in bars if bar[0][1] < num_drawn(plan)]
+        bars = [bar for bar in bars if bar[0][1] < _MAX_RANKS]
         figure.add_bar(
             x=[rank for (_, rank, _, _), _ in bars], y=[work / mean for _, work in bars],
             hovertext=[_of_chunk(homes[of[0]], *of) for of, _ in bars],
@@ -83,7 +74,7 @@ def placement(plan: Plan) -> go.Figure:
         )  # fmt: skip
     firsts = sorted(ranks[0] for ranks in plan.topology.bags)
     for first in firsts[1:] if len(firsts) < plan.num_ranks else []:
-        if first < num_drawn(plan):
+        if first < _MAX_RANKS:
             figure.add_vline(x=first - 0.5, line={"width": 1, "dash": "dot", "color": "#888888"}, row=2, col=1)
     low, high = (math.log10(of(length for _, length in homes)) for of in (min, max))
     ticks = [low + i * (high - low) / 4 for i in range(5 if high > low else 1)]

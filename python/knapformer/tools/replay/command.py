@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> None:
     pieces = replayer.pieces_of(shares)
     with Progress(len(pieces) * (args.repeats + args.warmup)) as progress:
         progress.describe("replaying")
-        seconds, noise = replayer.run(pieces, len(shares), args.repeats, args.warmup, progress.advance)
+        seconds, noise = replayer.run(pieces, len(shares), args.repeats, args.warmup, progress.count)
     of_share = iter(seconds)
     variants = [
         Variant(

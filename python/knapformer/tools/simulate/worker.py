@@ -60,7 +60,7 @@ def simulate(simulation: Simulation, device: torch.device) -> None:
                 way, balancer = ways[variants[k].name], balancers.get(variants[k].name)
                 followed = way.step.plans if way.followed else None
                 measured[k].append(_timed_step(model, batches[id(way.data)], balancer, followed, device))
-                progress.advance()
+                progress.count()
             if is_timed:
                 for variant, way, repeats in zip(variants, ways.values(), measured, strict=True):
                     variant.add(way.step, *min(repeats))
