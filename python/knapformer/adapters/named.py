@@ -177,7 +177,8 @@ class PackedModel(nn.Module):
         predictions = self.transformer(samples, planned=planned)
         if not predictions:
             return predictions.zero.expand(0, self.config.out_width)  # which carries the graph
-        return torch.cat([rows_of(prediction) for prediction in predictions])
+        of_samples = (of.squeeze(0) for of in predictions)  # (tokens, channels), or (channels, sizes ...)
+        return torch.cat([of if of.ndim == 2 else of.flatten(1).t() for of in of_samples])
 
     def block_lists(self) -> list[nn.ModuleList]:
         """All blocks in the order in which they run; each is a unit of FSDP and of checkpointing."""
@@ -221,11 +222,6 @@ class _Reached(Exception):
 
 def _stop_at(block: nn.Module, *arguments: Any) -> Any:
     raise _Reached(*arguments)
-
-
-def rows_of(prediction: Tensor) -> Tensor:
-    """(1, tokens, channels), or (1, channels, sizes ...) -> (tokens or pixels, channels)."""
-    return prediction[0] if prediction.ndim == 3 else prediction[0].flatten(1).t()
 
 
 def config_names() -> list[str]:
