@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import json
 import os
+import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -54,16 +55,26 @@ def write_json(path: str | None, value: Any) -> None:
 
 
 def write(path: str | None, text: str) -> None:
-    """To standard output for '-', nowhere for None. Raises OutputError."""
+    """To standard output for '-', nowhere for None. Who reads a file finds the old content or the new, never a part.
+    Raises OutputError."""
     if path is None:
         return
     if path == "-":
         print(text)
         return
+    target = Path(os.path.realpath(path))
+    # Not beside a device or a pipe.
+    written = target if target.exists() and not target.is_file() else Path(f"{target}.{os.getpid()}")
     try:
-        Path(path).write_text(f"{text}\n", encoding="utf-8")
+        written.write_text(f"{text}\n", encoding="utf-8")
+        if target.exists():
+            shutil.copymode(target, written)
+        written.replace(target)
     except OSError as error:
         raise OutputError(error.errno, error.strerror, path) from error
+    finally:
+        if written != target:
+            written.unlink(missing_ok=True)
 
 
 def cells_of(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, str]:

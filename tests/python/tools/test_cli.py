@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -314,6 +316,27 @@ def test_two_outputs_to_one_file_are_refused(capsys: pytest.CaptureFixture[str],
         message = refusal(capsys, "--json", str(tmp_path / "a"), "--report", f"{tmp_path}/{other}")
         assert "--report: got" in message and "another file than --json writes" in message
     assert os.listdir(tmp_path) == ["link"]
+
+
+def test_a_write_that_breaks_off_leaves_what_was_there(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, link = tmp_path / "kept.json", tmp_path / "link"
+    kept.write_text("old")
+    link.symlink_to("kept.json")
+
+    def breaks_off(path: Path, text: str, **_: Any) -> int:
+        with path.open("w") as file:
+            file.write(text[:10])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", breaks_off)
+        assert main([*PLAN_TWO, "--json", str(link)]) == 1
+    assert capsys.readouterr().err == f"knapformer plan: {link}: No space left on device\n"
+    assert kept.read_text() == "old" and sorted(os.listdir(tmp_path)) == ["kept.json", "link"]
+    assert main([*PLAN_TWO, "--json", str(link)]) == 0
+    assert is_plan(kept.read_text()) and link.is_symlink()
 
 
 def test_a_write_that_fails_later_is_status_1(capsys: pytest.CaptureFixture[str]) -> None:
