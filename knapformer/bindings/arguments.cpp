@@ -63,6 +63,11 @@ std::optional<std::string> as_text(py::handle object) {
   return value;
 }
 
+std::optional<Mask> as_mask(py::handle object) {
+  const std::optional<std::string> name = as_text(object);
+  return name ? std::optional(Mask::parse(*name)) : std::nullopt;
+}
+
 void check_signals() {
   if (::gettid() != ::getpid() || Py_IsInitialized() == 0) return;  // not the main thread
   const py::gil_scoped_acquire gil;

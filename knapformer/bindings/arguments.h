@@ -33,6 +33,7 @@ std::string first_line(const std::exception& error);
 std::optional<int64_t> as_integer(pybind11::handle object);   // anything with __index__
 std::optional<double> as_number(pybind11::handle object);     // anything with __float__ or __index__
 std::optional<std::string> as_text(pybind11::handle object);  // without zero bytes
+std::optional<Mask> as_mask(pybind11::handle object);         // a text; throws ArgumentError for one that is no mask's
 
 /// `expected`: the words for the bounds.
 template <class T = int64_t>

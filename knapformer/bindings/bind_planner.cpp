@@ -60,12 +60,8 @@ std::vector<T> list_like_lengths(py::handle lists, std::string_view argument, co
 
 /// One mask for all sequences, or one for each.
 void give_masks(PlanInput& input, py::handle masks) {
-  if (const std::optional<std::string> name = as_text(masks)) return input.give_mask(Mask::parse(*name));
-  std::vector<Mask> of_sequences;
-  for (const std::string& name :
-       list_like_lengths<std::string>(masks, "masks", input.seq_lens, "the text of a mask", as_text))
-    of_sequences.push_back(Mask::parse(name));
-  input.give_masks(std::move(of_sequences));
+  if (const std::optional<Mask> mask = as_mask(masks)) return input.give_mask(*mask);
+  input.give_masks(list_like_lengths<Mask>(masks, "masks", input.seq_lens, "the text of a mask", as_mask));
 }
 
 void give_work(PlanInput& input, py::handle lists) {

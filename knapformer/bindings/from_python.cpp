@@ -41,13 +41,9 @@ std::vector<double> work_from(const py::object& work) {
 }
 
 std::vector<Mask> masks_from(const py::object& names) {
-  std::vector<Mask> masks;
-  if (names.is_none()) return masks;
-  for (const std::string& name : list_from<std::string>(
-           names, "masks", "a list of masks, one for each sequence, or None", "the text of a mask", as_text)) {
-    masks.push_back(Mask::parse(name));
-  }
-  return masks;
+  if (names.is_none()) return {};
+  return list_from<Mask>(names, "masks", "a list of masks, one for each sequence, or None", "the text of a mask",
+                         as_mask);
 }
 
 }  // namespace knapformer

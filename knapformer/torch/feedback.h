@@ -19,7 +19,6 @@ namespace knapformer {
 
 class StepFeedback {
  public:
-  StepFeedback() = default;
   StepFeedback(double gamma, std::vector<double> rank_speed, int32_t num_ranks)
       : observer_(gamma, std::move(rank_speed), num_ranks) {}
 
@@ -46,7 +45,7 @@ class StepFeedback {
   /// still where more steps are planned ahead.
   static constexpr int64_t kStepsKept = 16;
 
-  LoadObserver observer_{1.0, {}, 1};
+  LoadObserver observer_;
   std::deque<Loads> recent_;
   int64_t step_ = 0, num_plans_ = 0, last_observed_ = 0;
   ObservedStep own_;

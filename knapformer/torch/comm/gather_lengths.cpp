@@ -45,18 +45,6 @@ std::string text_of(std::span<const std::optional<Mask>> masks) {
 
 int64_t num_words(const std::string& text) { return static_cast<int64_t>((text.size() + 7) / 8); }
 
-/// Some ranks with sequences gave their work, and others none.
-[[noreturn]] void throw_some_work(std::span<const int64_t> gathered, size_t num_ranks) {
-  const size_t stride = gathered.size() / num_ranks;
-  std::optional<size_t> with, without;
-  for (size_t rank = 0; rank < num_ranks; ++rank) {
-    const int64_t* sent = gathered.data() + rank * stride;
-    if (sent[kNumSequences] > 0) (sent[kWork] > 0 ? with : without) = rank;
-  }
-  throw ArgumentError(text("work: got none on rank ", without.value_or(0),
-                           ", expected that of each sequence, as on rank ", with.value_or(0), ", or none on any rank"));
-}
-
 }  // namespace
 
 LengthGatherer::LengthGatherer(std::shared_ptr<CommGroup> group) : group_(std::move(group)) {
@@ -109,6 +97,7 @@ std::optional<GatheredLengths> LengthGatherer::wait(const Pending& pending, cons
   std::vector<int64_t> counts(num_ranks), lens;
   std::map<std::string, Mask, std::less<>> known;  // many sequences have the same mask
   bool any_masks = false, fit = true;
+  std::optional<size_t> with_work, without_work;  // ranks that have sequences
   for (size_t rank = 0; rank < num_ranks; ++rank) {
     const int64_t* sent = gathered.data() + rank * stride;
     if (sent[kMagic] != kLengthsMagic) {
@@ -120,6 +109,7 @@ std::optional<GatheredLengths> LengthGatherer::wait(const Pending& pending, cons
           text("d_model: got ", sent[kWidth], " on rank ", rank, ", expected ", gathered[kWidth], ", as on rank 0"));
     }
     counts[rank] = sent[kNumSequences];
+    if (counts[rank] > 0) (sent[kWork] > 0 ? with_work : without_work) = rank;
     fit = fit && static_cast<size_t>(num_payload(sent)) <= stride - kHeaderSize;
     if (!fit) continue;
     any_masks = any_masks || sent[kMasks] > 0;
@@ -144,7 +134,10 @@ std::optional<GatheredLengths> LengthGatherer::wait(const Pending& pending, cons
   }
   if (!fit) return std::nullopt;
   if (!any_masks) result.masks.clear();
-  if (!result.work.empty() && result.work.size() != lens.size()) throw_some_work(gathered, num_ranks);
+  if (with_work && without_work) {
+    throw ArgumentError(text("work: got none on rank ", *without_work, ", expected that of each sequence, as on rank ",
+                             *with_work, ", or none on any rank"));
+  }
   result.lengths = SequenceLengths(std::move(lens), counts);
   return result;
 }
