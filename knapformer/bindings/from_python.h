@@ -42,27 +42,23 @@ std::vector<Mask> masks_from(const pybind11::object& names);
 /// A list of numbers, or None.
 std::vector<double> work_from(const pybind11::object& work);
 
-/// Runs `convert` under the GIL. Whatever it throws is handed to `report` first.
-template <class Convert, class Report>
-auto convert_or_report(Convert convert, Report report) {
-  try {
-    return convert();
-  } catch (const Error& error) {
-    report(error);
-    throw;
-  } catch (const std::exception& error) {
-    report(StateError(first_line(error)));
-    throw;
-  }
-}
-
 /// Runs `convert` under the GIL, then `method` of a balancer or a step, with the tuple that `convert` returns, without
 /// the GIL: other threads of this process run while ranks wait for each other. What `convert` throws is reported; the
 /// method reports its own errors. An error that Python raised inside of torch, in a hook of saved tensors say, is
 /// passed on as it is; TORCH_WARN becomes a warning of Python's.
 template <class Self, class Convert, class Method>
 auto convert_then_call(Self& self, Convert convert, Method method) {
-  auto arguments = convert_or_report(convert, [&](const std::exception& error) { self.report(error); });
+  auto arguments = [&] {
+    try {
+      return convert();
+    } catch (const Error& error) {
+      self.report(error);
+      throw;
+    } catch (const std::exception& error) {
+      self.report(StateError(first_line(error)));
+      throw;
+    }
+  }();
   try {
     torch::PyWarningHandler warnings;
     try {

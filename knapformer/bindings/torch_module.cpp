@@ -8,12 +8,6 @@ using namespace knapformer;  // NOLINT: this file is nothing but names of the li
 
 namespace {
 
-std::optional<ExchangeEngine> engine_from(const py::object& engine) {
-  if (engine.is_none()) return std::nullopt;
-  if (as_text(engine) == "device") return ExchangeEngine::kDevice;
-  throw_argument("engine", shown(engine), "'device', or None");
-}
-
 ProcessGroupPtr group_from(const py::object& group) {
   if (group.is_none()) return {};
   try {
@@ -44,25 +38,19 @@ BalancerClass bind_balancer(py::module_& m) {
   return BalancerClass(m, "SequenceBalancer", "What knapformer.SequenceBalancer is made of.",
                        py::release_gil_before_calling_cpp_dtor())
       .def(py::init([](const py::object& topology, const py::object& cost, const py::object& solver,
-                       const py::object& max_tokens_per_rank, const py::object& engine, const py::object& group,
+                       const py::object& max_tokens_per_rank, const py::object& group,
                        const MakeBagGroup& make_bag_group, const MakeCpuGroup& make_cpu_group) {
-        const ProcessGroupPtr joined = group_from(group);
-        std::string bags;
-        BalancerOptions options = convert_or_report(
-            [&] {
-              bags = text_from(topology, "topology");
-              return BalancerOptions{.plan = settings_from(cost, max_tokens_per_rank),
-                                     .solver = solver_from(solver),
-                                     .effort = effort_from(cost.attr("effort")),
-                                     .mask = mask_from(cost.attr("mask")),
-                                     .sync = parse_step_sync(text_from(cost.attr("sync"), "sync")),
-                                     .engine = engine_from(engine)};
-            },
-            [&](const std::exception& error) { Ranks::refuse(joined, error); });
+        ProcessGroupPtr joined = group_from(group);
+        const std::string bags = text_from(topology, "topology");
+        BalancerOptions options{.plan = settings_from(cost, max_tokens_per_rank),
+                                .solver = solver_from(solver),
+                                .effort = effort_from(cost.attr("effort")),
+                                .mask = mask_from(cost.attr("mask")),
+                                .sync = parse_step_sync(text_from(cost.attr("sync"), "sync"))};
         const py::gil_scoped_release release;
-        return std::make_unique<SequenceBalancer>(bags, std::move(options), joined, make_bag_group, make_cpu_group);
+        return std::make_unique<SequenceBalancer>(bags, std::move(options), std::move(joined), make_bag_group,
+                                                  make_cpu_group);
       }))
-      .def("expect_device", &SequenceBalancer::expect_device)
       .def("report", [](SequenceBalancer& self, const std::string& message) { self.report(StateError(message)); })
       .def_property_readonly("rank", &SequenceBalancer::rank, "This rank's number inside the balancer's group.")
       .def_property_readonly("num_ranks", &SequenceBalancer::num_ranks, "How many ranks the balancer's group has.");
@@ -76,12 +64,6 @@ PYBIND11_MODULE(_torch, m) {
   py::module_::import("torch.distributed");  // ProcessGroup
   bind_planning_ahead(m);
   bind_step(m);
-  m.def(
-      "refuse_balancer",
-      [](const py::object& group, const std::string& message) {
-        Ranks::refuse(group_from(group), ArgumentError(message));
-      },
-      py::arg("group"), py::arg("message"), "Tells ranks that make a balancer why this one cannot (Ranks::refuse).");
   BalancerClass balancer = bind_balancer(m);
   bind_planning(balancer);
   CommGroup::set_drop_process_group(drop_without_gil);

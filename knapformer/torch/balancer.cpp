@@ -267,10 +267,6 @@ at::Tensor SequenceBalancer::watched(at::Tensor output) {
   return output;
 }
 
-void SequenceBalancer::expect_device(at::Device device) {
-  if (ranks_->all()) ranks_->known_device(device);  // alone: nothing moves
-}
-
 void SequenceBalancer::observe(double seconds) {
   static_cast<void>(current());  // throws where there is no plan to have observed
   feedback_.observe(seconds);

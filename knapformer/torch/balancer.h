@@ -136,9 +136,6 @@ class SequenceBalancer {
 
   const MicroBatchPlan& plan() const { return current().plan(); }
 
-  /// Tensors on this device will come: what is planned ahead from now on packs its index tables for it. Without, a
-  /// balancer knows a device from the first exchange there. Not collective.
-  void expect_device(at::Device device);
   /// Tells the other ranks that this one failed outside of these methods (in a kernel, say) and will not come to the
   /// calls that they wait in: they raise the error too. Not collective.
   void report(const std::exception& error) const noexcept { ranks_->report(error); }

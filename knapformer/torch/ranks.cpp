@@ -1,7 +1,5 @@
 #include "knapformer/torch/ranks.h"
 
-#include <c10/core/impl/VirtualGuardImpl.h>
-
 #include <algorithm>
 #include <charconv>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -96,14 +94,6 @@ Ranks::Ranks(std::string_view topology, BalancerOptions options, ProcessGroupPtr
   });
 }
 
-void Ranks::refuse(const ProcessGroupPtr& group, const std::exception& error) noexcept {
-  if (!group || group->getSize() == 1) return;
-  try {
-    join_store(*group).first->post(error);
-  } catch (...) {  // NOLINT: a store that is gone must not hide the error itself
-  }
-}
-
 std::shared_ptr<CommGroup> Ranks::join_bag(const ProcessGroupPtr& group, const std::string& store_prefix,
                                            const MakeBagGroup& make_bag_group) const {
   const BagId id = topology().bag_of(rank_);
@@ -142,8 +132,6 @@ void Ranks::enter_step(const Fingerprint& call) {
 }
 
 TablesDevice& Ranks::known_device(at::Device device) {
-  // As tensors name it: "cuda" is the current one.
-  if (!device.is_cpu() && !device.has_index()) device = c10::impl::VirtualGuardImpl(device.type()).getDevice();
   const auto known = std::ranges::find(devices_, device, &TablesDevice::device);
   return known == devices_.end() ? devices_.emplace_back(device, options_.engine) : *known;
 }

@@ -32,8 +32,6 @@ class Ranks {
   /// As SequenceBalancer's.
   Ranks(std::string_view topology, BalancerOptions options, ProcessGroupPtr group, const MakeBagGroup& make_bag_group,
         const MakeCpuGroup& make_cpu_group);
-  /// Instead of making a balancer over `group` (or null): tells the ranks that make theirs why this rank cannot.
-  static void refuse(const ProcessGroupPtr& group, const std::exception& error) noexcept;
   Ranks(const Ranks&) = delete;
   Ranks& operator=(const Ranks&) = delete;
 
@@ -65,7 +63,7 @@ class Ranks {
   /// Null in a bag of one.
   const std::shared_ptr<CommGroup>& bag() const { return bag_; }
 
-  /// Devices for which tables were asked so far, or will be.
+  /// Devices of the tensors so far.
   std::span<const TablesDevice> devices() const { return devices_; }
   /// That of devices(), where it is from now on.
   TablesDevice& known_device(at::Device device);

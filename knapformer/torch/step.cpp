@@ -186,8 +186,9 @@ at::Tensor Step::attention(const at::Tensor& q, const at::Tensor& k, const at::T
     check_attention_inputs(q, k, v);
     check_mask(mask);
     check_cuts(attend.cuts_queries);
+    if (ranks_->all()) ranks_->known_device(q.device());  // for plans to come, as the next
     if (attend.takes_masks) {
-      ranks_->known_device(q.device()).takes_masks = true;  // for plans to come
+      ranks_->known_device(q.device()).takes_masks = true;
       rank_plan_->make_masks();
     }
     return shared_attention(q.device()).run(q, k, v, attend);

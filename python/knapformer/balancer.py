@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import knapformer._torch as _torch
-from knapformer._core import ArgumentError, Plan
+from knapformer._core import Plan
 from knapformer._torch import PlanningAhead, Samples
 from knapformer.cost import Cost, CostSettings
 from knapformer.groups import bag_group, cpu_group
@@ -53,8 +53,6 @@ class SequenceBalancer(_torch.SequenceBalancer):
         published text's.
     max_tokens_per_rank: as in `knapformer.plan`. Planning lengths that cannot keep it raises ArgumentError on every
         rank; other lengths are planned as before.
-    engine: "device": torch's index operations pack what is exchanged. None: so they do where a device lacks the packing
-        kernel, with which this compares them.
 
     route, reverse_route, pre_attn, post_attn and attention are those of `Step`, by the step in force: see there.
 
@@ -74,20 +72,14 @@ class SequenceBalancer(_torch.SequenceBalancer):
         *,
         solver: str | None = None,
         max_tokens_per_rank: int = 0,
-        engine: str | None = None,
         **settings: Unpack[CostSettings],
     ) -> None:
         if group is None and dist.is_initialized():
             group = dist.group.WORLD
         _release_groups_at_exit(os.getpid())
-        try:
-            self.cost = Cost.of(cost, settings)
-            topology = node_topology(group) if topology is None else topology
-        except ArgumentError as error:
-            _torch.refuse_balancer(group, str(error))
-            raise
+        self.cost = Cost.of(cost, settings)
         super().__init__(
-            topology, self.cost, solver, max_tokens_per_rank, engine,
+            node_topology(group) if topology is None else topology, self.cost, solver, max_tokens_per_rank,
             group, lambda ranks: bag_group(group, [int(rank) for rank in ranks]), lambda: cpu_group(group),
         )  # fmt: skip
 
@@ -237,15 +229,6 @@ class SequenceBalancer(_torch.SequenceBalancer):
         of the workload model against what was observed. Not collective.
         """
         return {f"balancer/{name}": value for name, value in super().metrics().items()}
-
-    def expect_device(self, device: torch.device | str) -> None:
-        """Announces tensors on this device ("cuda": the current one).
-
-        Plans that are made ahead from now on (start_planning, loaders) have their index tables packed for it, on the
-        planning thread, and samples that BalancedStepLoader moves arrive in pinned memory. Without this call a balancer
-        learns of a device at the first exchange there. Not collective.
-        """
-        super().expect_device(torch.device(device))
 
     def report(self, message: str) -> None:
         """Tells the other ranks that this one failed and will not come to the calls they wait in: they raise StateError

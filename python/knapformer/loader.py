@@ -269,7 +269,7 @@ class BalancedStepLoader(_Loader[list[dict[str, Tensor]]]):
         and are cut where several ranks share the sample. Tensors in per_sample have any shape and go whole to every
         rank that holds a part of the sample; so all may be in per_sample only where every bag is one rank. All are
         dense, on the CPU, of any dtype, without gradients. Tensors that come from other ranks are views of the buffer
-        that received them, in pinned memory once the balancer knows of an accelerator (its expect_device).
+        that received them, in pinned memory once the balancer has seen tensors of an accelerator.
     seq_lens: of a batch, the tokens of each of its samples. None: the number of rows of the first tensor in per_token.
     """
 

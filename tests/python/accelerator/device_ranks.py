@@ -158,17 +158,15 @@ def devices_differ(rank: int, world: int) -> str:
 
 
 def tables_of_a_loader(
-    rank: int, world: int, micro_batches: int | None, told: bool, name: str
+    rank: int, world: int, micro_batches: int | None, name: str
 ) -> list[tuple[list[Tensor], sim.Counted]]:
-    """The results of a pass over a loader, and what was counted, on the CPU and on the device of this name. told:
-    whether the balancer is told of the device. Only tables are copied: batches are made on it."""
+    """The results of a pass over a loader, and what was counted, on the CPU and on the device of this name. Only tables
+    are copied: batches are made on it."""
     group = sim.new_group()
     lens = [[40 + 5 * rank + step, 3] for step in range(6 * (micro_batches or 1))]
     results = []
     for device in ("cpu", name):
         balancer = SequenceBalancer(f"g{world}n1", group=group, d_model=8)
-        if told:
-            balancer.expect_device(device)
         loader: Any
         if micro_batches is None:
             loader = BalancedLoader(lens, balancer, seq_lens=lambda own: own, empty=list)
@@ -193,7 +191,9 @@ def samples_in_pinned_memory(rank: int, world: int) -> list[tuple[bool, bool]]:
     balancer = SequenceBalancer(f"g1n{world}", group=sim.new_group(), d_model=8)
     lens = [40, 30, 20, 10] if rank == 0 else []
     batches = [[{"x": torch.arange(n, dtype=torch.float32)} for n in lens] for _ in range(3)]
-    balancer.expect_device("sim")
+    balancer.plan_routing([1])
+    q = torch.ones(1, 1, 1, device="sim")
+    balancer.attention(q, q, q, lambda q, *_: q)  # by which the balancer knows the device
     loader: Any = BalancedStepLoader(batches, balancer, 1, per_token=["x"])
     chunks = []
     for samples, _ in loader:

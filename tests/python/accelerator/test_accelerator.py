@@ -53,13 +53,10 @@ def test_each_stream_has_its_own_copy_of_the_tables() -> None:
     assert run_ranks(copies_for_two_streams, 2) == [[1, 1], [1, 1]]
 
 
-@pytest.mark.parametrize(
-    ("micro_batches", "told", "device"),
-    [(None, False, "sim:1"), (2, False, "sim:1"), (2, True, "sim:1"), (2, True, "sim")],
-)
-def test_the_tables_of_a_step_are_one_copy_without_a_wait(micro_batches: int | None, told: bool, device: str) -> None:
-    """Packed ahead once the balancer knows the device, as it is told or by the first exchange."""
-    for (on_cpu, cpu_counted), (on_device, counted) in run_ranks(tables_of_a_loader, 2, micro_batches, told, device):
+@pytest.mark.parametrize(("micro_batches", "device"), [(None, "sim:1"), (2, "sim:1"), (2, "sim")])
+def test_the_tables_of_a_step_are_one_copy_without_a_wait(micro_batches: int | None, device: str) -> None:
+    """Packed ahead once the balancer knows the device, by the first exchange."""
+    for (on_cpu, cpu_counted), (on_device, counted) in run_ranks(tables_of_a_loader, 2, micro_batches, device):
         assert len(on_device) == len(on_cpu) > 0
         assert all(torch.equal(a, b) for a, b in zip(on_device, on_cpu, strict=True))
         assert counted.syncs == [] and counted.pageable_copies == []

@@ -471,11 +471,22 @@ def test_what_a_kernel_may_return(attended: Any) -> None:
     ("arguments", "words"),
     [
         ({"topology": "g2n1"}, "topology: got"),
-        ({"topology": "g1n1", "gamma": -1.0}, "gamma: got -1"),
-        ({"topology": "g1n1", "solver": "magic"}, "solver: got 'magic'"),
-        ({"topology": "g1n1", "engine": "magic"}, "engine: got 'magic', expected 'device', or None"),
+        ({"gamma": -1.0}, "gamma: got -1"),
+        ({"solver": "magic"}, "solver: got 'magic'"),
+        ({"topology": "g2\0n1"}, "topology: got 'g2\\x00n1', expected text"),
+        ({"gamma": "x"}, "gamma: got 'x', expected a number"),
+        ({"solver": 3}, "solver: got 3, expected text"),
+        ({"cost": 3}, "cost: got 3, expected a knapformer.Cost"),
+        ({"effort": 2.5}, "effort: got 2.5, expected 'low'"),
+        ({"mask": "zip"}, "mask: got 'zip'"),
+        ({"cluster": "fast"}, "cluster: got 'fast', expected one of 'h100'"),
+        ({"cluster": 5}, "cluster: got 5, expected a Cluster"),
+        ({"model": "flux"}, "model: got 'flux', expected a TrainedModel"),
+        ({"num_heads": 2.5}, "num_heads: got 2.5, expected an integer"),
+        ({"rank_speed": 3}, "rank_speed: got 3, expected a list"),
+        ({"max_tokens_per_rank": 9.5}, "max_tokens_per_rank: got 9.5, expected"),
     ],
 )
 def test_bad_options_are_value_errors(arguments: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        SequenceBalancer(**arguments)
+    with pytest.raises(ValueError, match=re.escape(words)):
+        SequenceBalancer(**{"topology": "g1n1", **arguments})

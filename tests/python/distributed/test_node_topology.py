@@ -107,20 +107,6 @@ def _topology_of_8() -> str:
         dist.destroy_process_group()
 
 
-def _where_one_rank_has_no_topology(rank: int, world_size: int) -> str:
-    os.environ |= _srun(2, "2", 0)  # on rank 1 it would be 1
-    try:
-        SequenceBalancer()
-    except ArgumentError as error:
-        return str(error)
-    return ""
-
-
-def test_a_rank_without_a_topology_is_heard() -> None:
-    words = "topology: got none, for rank 1, which is number 0 on its node"
-    assert all(words in message for message in run_ranks(_where_one_rank_has_no_topology, 2))
-
-
 @pytest.mark.parametrize(("ranks", "expected"), [("1", "g1n1"), ("6", "g1n1")])
 def test_a_process_alone_is_a_bag_of_one(ranks: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
