@@ -15,13 +15,6 @@ _BUILD_AGAIN = (
 )
 
 
-def build_description() -> str:
-    """What this knapformer can do: "for torch 2.13.0", or that it only plans."""
-    if _core.torch_version is None:
-        return "planner only: built without torch"
-    return f"for torch {_core.torch_version}"
-
-
 def installed_torch() -> str | None:
     """The version of the installed torch, as in "2.13.0+cpu" (its metadata may lack "+cpu"); None: not installed."""
     spec = importlib.util.find_spec("torch")

@@ -1,4 +1,4 @@
-"""What is known of every sample (lengths, shapes, work, masks), and checks of numbers that users give. Needs torch."""
+"""What is known of every sample (lengths, work, masks), and checks of numbers that users give. Needs torch."""
 
 from __future__ import annotations
 

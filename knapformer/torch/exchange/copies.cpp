@@ -27,9 +27,22 @@ int to_int(int64_t value) {
   return static_cast<int>(value);
 }
 
-/// Copies rows [begin, end), as many at once as lie side by side at both ends. By value: what is written might be bytes
-/// of a Copy in memory, so that the compiler would load its strides again for every row.
+/// Copies rows [begin, end) of one word: one load and one store each. Side features are often that narrow. By value,
+/// here and below: what is written might be bytes of a Copy in memory, so that the compiler would load its strides
+/// again for every row.
+template <class Word>
+void copy_words(packing::Copy c, int64_t begin, int64_t end) {
+  for (int64_t row = begin; row < end; ++row) {
+    *reinterpret_cast<Word*>(c.to + packing::at_index(c.to_index, row) * c.to_stride) =
+        *reinterpret_cast<const Word*>(c.from + packing::at_index(c.from_index, row) * c.from_stride);
+  }
+}
+
+/// Copies rows [begin, end), as many at once as lie side by side at both ends.
 void copy_rows(packing::Copy c, int64_t begin, int64_t end) {
+  if (c.num_words == 1 && c.word_bytes == 4) return copy_words<packing::Word4>(c, begin, end);
+  if (c.num_words == 1 && c.word_bytes == 8) return copy_words<packing::Word8>(c, begin, end);
+  if (c.num_words == 1 && c.word_bytes == 16) return copy_words<packing::Word16>(c, begin, end);
   const int64_t width = int64_t{c.num_words} * c.word_bytes;
   const bool dense = c.from_stride == width && c.to_stride == width;
   for (int64_t row = begin, num_rows = 1; row < end; row += num_rows, num_rows = 1) {

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import knapformer
-from knapformer import ArgumentError, StateError
-from knapformer.installed_torch import build_description
+from knapformer import ArgumentError, StateError, _core
 from knapformer.tools.calibrate import command as calibrate
 from knapformer.tools.doctor import command as doctor
 from knapformer.tools.files import OutputError, check_outputs
@@ -39,7 +38,8 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="knapformer", description="Load balancing for diffusion transformers.")
-    version = f"knapformer {knapformer.__version__} ({build_description()})"
+    built = f"for torch {_core.torch_version}" if _core.torch_version else "planner only: built without torch"
+    version = f"knapformer {knapformer.__version__} ({built})"
     parser.add_argument("--version", action="version", version=version)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in _COMMANDS:

@@ -83,8 +83,7 @@ def run(args: argparse.Namespace) -> None:
     pieces = replayer.pieces_of(shares)
     with Progress(len(pieces) * (args.repeats + args.warmup)) as progress:
         progress.describe("replaying")
-        seconds, noise = replayer.run(pieces, len(shares), args.repeats, args.warmup, progress.count)
-    of_share = iter(seconds)
+        of_share = iter(replayer.run(pieces, len(shares), args.repeats, args.warmup, progress.count))
     variants = [
         Variant(
             None if name == NO_BALANCER else name, steps,
@@ -102,12 +101,10 @@ def run(args: argparse.Namespace) -> None:
         "micro_batches": args.micro_batches,
         "gamma": planning.gamma,
         "peak_tflops": args.peak_tflops,
-        "noise": noise,
         "cluster": settings.settings_dict(planning),
         "variants": variants,
         "environment": environment(device),
     })  # fmt: skip
-    noise_text = "" if noise is None else f" Repeats of a measurement spread by {noise:.1%}."
     columns = _COLUMNS | ({} if variants[0]["hfu"] is None else {"HFU": "hfu:.1%"})
     show(
         f"{args.model} in {dtype} on {device_name(device)}, shares of {num_ranks:,} ranks, gamma {planning.gamma:.3g}",
@@ -120,7 +117,7 @@ def run(args: argparse.Namespace) -> None:
             "tokens per second.",
         ),
         "Corr.: correlation of ranks' measured seconds with their planned work (- where the work is even). Spread: "
-        "standard deviation of the seconds per planned FLOP, over their mean." + noise_text,
+        "standard deviation of the seconds per planned FLOP, over their mean.",
         settings.assumed(args, planning),
     )
 

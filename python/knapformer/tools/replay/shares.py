@@ -24,7 +24,7 @@ from knapformer.adapters.named import ModelConfig
 from knapformer.models.attention import kernel_for
 from knapformer.models.step import Attend, PackedStep
 from knapformer.tools.measure.blocks import build_kinds, passes
-from knapformer.tools.measure.timing import Work, measured_rounds, relative_spread
+from knapformer.tools.measure.timing import Work, measured_rounds
 from knapformer.tools.ways import Step, means, measured, number_or_none
 
 # Standard deviation over mean of the ranks' planned work, below which no correlation is computed.
@@ -230,9 +230,8 @@ class Replayer:
     def run(
         self, pieces: Sequence[Piece], num_shares: int, num_rounds: int, num_warmup_rounds: int = 1,
         on_done: Callable[[], None] = lambda: None,
-    ) -> tuple[list[RankSeconds], float | None]:  # fmt: skip
-        """Seconds of each share over all blocks of the model, forward, recompute and backward, medians of the rounds;
-        and the median spread between rounds, relative, where there are several.
+    ) -> list[RankSeconds]:  # fmt: skip
+        """Of each share over all blocks of the model, forward, recompute and backward, medians of the rounds.
 
         on_done is called after each piece in each round.
         """
@@ -242,8 +241,7 @@ class Replayer:
         for piece, times in zip(pieces, rounds, strict=True):
             of = totals[piece.share]
             of[piece.field] = of.get(piece.field, 0.0) + piece.times * statistics.median(times)
-        noise = statistics.median(map(relative_spread, rounds)) if rounds and num_rounds > 1 else None
-        return [RankSeconds(**total) for total in totals], noise
+        return [RankSeconds(**total) for total in totals]
 
     def _attention_work(self, share: AttentionShare) -> Work:
         def rows(lens: Sequence[int], num_heads: int) -> Tensor:
