@@ -1,4 +1,4 @@
-// Plan, which is Python's Plan: a step of one micro-batch is one, too.
+// Python's Plan: what a step's plan says per sequence and per rank, over all its micro-batches.
 #include <pybind11/operators.h>
 #include <pybind11/stl.h>
 

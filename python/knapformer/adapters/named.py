@@ -31,8 +31,8 @@ PLAIN = "knapformer.models.transformer.Transformer"
 
 
 class ModelConfig:
-    """The configuration of a class of diffusers, given by name, or of the plain transformer. It is
-    constant. Every field is an attribute, too: config.num_layers.
+    """The configuration of a class of diffusers, given by name, or of the plain transformer. It is constant. Every
+    field is an attribute, too: config.num_layers.
 
     fields: those that differ from the defaults of the class. Raises ArgumentError where diffusers is missing, the class
     has no adapter, or a field is wrong.

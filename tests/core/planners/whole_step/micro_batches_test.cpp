@@ -4,11 +4,9 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <cmath>
 #include <functional>
 #include <limits>
 #include <map>
-#include <numeric>
 #include <optional>
 #include <tuple>
 
@@ -17,12 +15,10 @@
 #include "knapformer/core/planners/planner.h"
 #include "knapformer/core/util/interrupt.h"
 #include "tests/core/cases.h"
-#include "tests/core/mixes.h"
+#include "tests/core/planners/whole_step/steps.h"
 
 namespace knapformer {
 namespace {
-
-constexpr int64_t kNoLimit = int64_t{1} << 40;
 
 /// Nothing if a micro-batch does not keep the limit of tokens.
 std::optional<Plan> as_given(const StepInput& input, std::string_view solver, Effort effort = {}) {
@@ -34,24 +30,6 @@ std::optional<Plan> as_given(const StepInput& input, std::string_view solver, Ef
     plans.push_back(*std::move(plan));
   }
   return Plan(input, std::move(micro_batches), std::move(plans));
-}
-
-double time_s(const Plan& plan) { return predict_step(plan).total_s; }
-
-StepInput random_step(Cases& cases, int i) {
-  StepInput input{.sequences = cases.input(i % 2 == 0, i % 3 == 0 ? 3000 : 60),
-                  .num_micro_batches = static_cast<int32_t>(cases.integer(1, 5)),
-                  .sync = i % 5 == 0 ? StepSync::kStep : StepSync::kMicroBatch};
-  if (i % 7 == 0) input.sequences.rank_speed = cases.rank_speed(input.sequences.topology.num_ranks());
-  if (i % 4 == 0) {
-    input.sequences.cluster.fixed_s = 0.01;
-    input.sequences.model.num_parameters = 1e8;
-  }
-  if (i % 6 == 0) {
-    for (const int64_t length : input.sequences.seq_lens.lens())
-      input.sequences.attention_pairs.push_back(length * (length + 1) / 2);
-  }
-  return input;
 }
 
 TEST(MicroBatches, PromisesHoldOnRandomSteps) {
@@ -77,61 +55,6 @@ TEST(MicroBatches, PromisesHoldOnRandomSteps) {
     EXPECT_EQ(plan, plan_step(input, solver, effort)) << i;
   }
   EXPECT_GE(num_given, 100);
-}
-
-/// Tokens of the fullest rank where each computes its own list, cut into consecutive parts.
-int64_t fullest_as_given(const StepInput& input) {
-  int64_t fullest = 0;
-  for (int32_t r = 0; r < input.sequences.seq_lens.num_ranks(); ++r) {
-    const auto lens = input.sequences.seq_lens.lens(Rank(r));
-    const int64_t count = std::ssize(lens), parts = input.num_micro_batches;
-    for (int64_t k = 0, begin = 0; k < parts; ++k) {
-      const int64_t end = begin + count / parts + (k < count % parts ? 1 : 0);
-      fullest = std::max(fullest, std::accumulate(lens.begin() + begin, lens.begin() + end, int64_t{0}));
-      begin = end;
-    }
-  }
-  return fullest;
-}
-
-TEST(MicroBatches, WithoutALimitNoRankHoldsMuchMoreThanInTheGivenOrder) {
-  Cases cases(21);
-  int num_limited = 0;
-  for (int i = 0; i < 200; ++i) {
-    StepInput input = random_step(cases, i);
-    input.num_micro_batches = static_cast<int32_t>(cases.integer(2, 6));
-    const Effort effort{.moves = i % 2 == 0 ? Effort::kLow : Effort::kDefault};
-    const int64_t limit = fullest_as_given(input) * 3 / 2;
-    const Plan plan = plan_step(input, "balanced", effort);
-    EXPECT_LE(plan.max_tokens(), limit) << i;
-    EXPECT_EQ(plan.input().sequences.max_tokens_per_rank, limit) << i;
-    input.sequences.max_tokens_per_rank = limit;
-    EXPECT_EQ(plan_step(input, "balanced", effort), plan) << i;
-    input.sequences.max_tokens_per_rank = kNoLimit;
-    if (plan_step(input, "balanced", effort).max_tokens() > limit) ++num_limited;
-  }
-  EXPECT_GE(num_limited, 20);
-}
-
-/// Every rank of every micro-batch holds exactly 10,000 tokens as given, and no search finds such a packing again.
-TEST(MicroBatches, ALimitThatTheGivenOrderKeepsIsKept) {
-  Cases cases(22);
-  std::vector<std::vector<int64_t>> lens(8);
-  for (auto& list : lens) {
-    for (int k = 0; k < 6; ++k) {
-      const int64_t a = cases.integer(2000, 3000), b = cases.integer(1000, 3000), c = cases.integer(500, 2000);
-      list.insert(list.end(), {a, b, c, 10'000 - a - b - c});
-    }
-  }
-  for (const char* topology : {"g1n8", "g8n1", "g8/4/2/1n1", "g4/2n2"}) {
-    for (const StepSync sync : {StepSync::kMicroBatch, StepSync::kStep}) {
-      StepInput input = {.sequences = lengths_in(lens, topology, 3072), .num_micro_batches = 6, .sync = sync};
-      input.sequences.max_tokens_per_rank = 10'000;
-      const Plan plan = plan_step(input, "balanced", {.moves = Effort::kLow});
-      plan.validate();
-      EXPECT_LE(plan.max_tokens(), 10'000);
-    }
-  }
 }
 
 TEST(MicroBatches, AStepThatIsEvenAsGivenStaysSo) {
@@ -243,18 +166,6 @@ TEST(MicroBatches, TinyStepsAreNearTheBestOfAll) {
   }
 }
 
-/// `num_micro_batches` consecutive batches of a mix over 32 ranks, on the block clock.
-StepInput step_of_mix(const char* mix, uint64_t seed, double gamma, int32_t num_micro_batches) {
-  StepInput input{.sequences = mix_input(mix, "g8/4/2/1n4", seed, gamma), .num_micro_batches = num_micro_batches};
-  std::vector<std::vector<int64_t>> lens(32);
-  for (int32_t k = 0; k < num_micro_batches; ++k) {
-    const auto batch = DataMix::parse(mix).draw_lengths(seed, k, 32);
-    for (size_t r = 0; r < lens.size(); ++r) lens[r].insert(lens[r].end(), batch[r].begin(), batch[r].end());
-  }
-  input.sequences.seq_lens = SequenceLengths::from_lists(lens);
-  return input;
-}
-
 struct StepGoal {
   const char* mix;
   double gamma;
@@ -342,87 +253,11 @@ TEST(MicroBatches, RanksThatWaitOnceNeedNoEvenMicroBatches) {
   }
 }
 
-TEST(MicroBatches, ALimitOfTwiceTheMeanCostsLittle) {
-  double over_ideal = 0;
-  for (uint64_t seed = 0; seed < 4; ++seed) {
-    StepInput input = step_of_mix("mixed", seed, 0.41, 4);
-    input.sequences.cluster = {};
-    input.sequences.model = {.routed = false};
-    const auto lens = input.sequences.seq_lens.lens();
-    input.sequences.max_tokens_per_rank = 2 * std::accumulate(lens.begin(), lens.end(), int64_t{0}) / 32 / 4;
-    const AccumulatedTime time = predict_step(plan_step(input, "balanced", {.moves = Effort::kLow}));
-    over_ideal += time.total_s / time.ideal_s / 4;
-  }
-  EXPECT_LE(over_ideal, 1.022);
-}
-
-TEST(MicroBatches, KeepsALimitOfTokensInEach) {
-  for (const StepSync sync : {StepSync::kMicroBatch, StepSync::kStep}) {
-    for (const char* mix : {"mixed", "joint"}) {
-      StepInput input = step_of_mix(mix, 1, 0.41, 4);
-      input.sync = sync;
-      const auto lens = input.sequences.seq_lens.lens();
-      const double mean = static_cast<double>(std::accumulate(lens.begin(), lens.end(), int64_t{0})) / 32 / 4;
-      for (const double room : {3.0, 1.5, 1.1}) {
-        input.sequences.max_tokens_per_rank = static_cast<int64_t>(room * mean);
-        const Plan plan = plan_step(input, "balanced");
-        plan.validate();
-        EXPECT_LE(plan.max_tokens(), input.sequences.max_tokens_per_rank);
-        EXPECT_LE(time_s(plan), lower_bound_s(input) * (room > 2 ? 1.08 : 1.2)) << mix << ' ' << room;
-      }
-      input.sequences.max_tokens_per_rank = static_cast<int64_t>(0.99 * mean);
-      EXPECT_THROW(plan_step(input, "balanced"), ArgumentError);
-    }
-  }
-}
-
 StepInput default_step(std::vector<std::vector<int64_t>> lens, std::string_view topology, int32_t num_micro_batches,
                        int64_t limit = 0) {
   StepInput input{.sequences = lengths_in(lens, topology, 3072), .num_micro_batches = num_micro_batches};
   input.sequences.max_tokens_per_rank = limit;
   return input;
-}
-
-TEST(MicroBatches, SharedSequencesGoIntoAnyMicroBatchToKeepALimit) {
-  std::vector<std::vector<int64_t>> lens(8, {1024, 1024});
-  lens[0] = lens[1] = {60'000, 2048};
-  for (const char* topology : {"g8/4/2/1n1", "g8n1"}) {
-    for (const int32_t count : {2, 4, 64}) {
-      const Plan plan = plan_step(default_step(lens, topology, count, 12'000), "balanced");
-      plan.validate();
-      EXPECT_LE(plan.max_tokens(), 12'000);
-    }
-    const StepInput any = default_step(lens, topology, 1, 12'000);
-    EXPECT_EQ(plan_fewest_micro_batches(any, "balanced").num_micro_batches(), 2);
-  }
-  const StepInput exact = default_step({{22}, {327}}, "g2/1n1", 2, 164);  // 327 = 164 + 163
-  EXPECT_LE(plan_step(exact, "balanced").max_tokens(), 164);
-  EXPECT_EQ(plan_fewest_micro_batches(exact, "balanced").num_micro_batches(), 2);
-  const StepInput one_each = default_step({{2064, 2369}, {2087, 2647}, {}, {}}, "g4n1", 4, 860);
-  EXPECT_LE(plan_step(one_each, "balanced").max_tokens(), 860);
-}
-
-TEST(MicroBatches, NothingIsRefusedThatFitsOneByOne) {
-  Cases cases(11);
-  for (int i = 0; i < 60; ++i) {
-    StepInput input = random_step(cases, i);
-    const auto lens = input.sequences.seq_lens.lens();
-    if (lens.empty()) continue;
-    const int64_t bag = input.sequences.topology.shapes().back().num_ranks_per_bag();
-    const int64_t lowest = (std::ranges::max(lens) + bag - 1) / bag;
-    input.num_micro_batches = static_cast<int32_t>(std::ssize(lens) + cases.integer(0, 1));
-    input.sequences.max_tokens_per_rank = lowest + (i % 3 == 0 ? cases.integer(0, lowest) : 0);
-    const Effort effort{.moves = i % 12 == 1 ? Effort::kDefault : Effort::kLow};
-    const Plan plan = plan_step(input, "balanced", effort);
-    plan.validate();
-    EXPECT_LE(plan.max_tokens(), input.sequences.max_tokens_per_rank) << i;
-    const Plan fewest = plan_fewest_micro_batches(input, "balanced", effort);
-    EXPECT_LE(fewest.max_tokens(), input.sequences.max_tokens_per_rank) << i;
-    EXPECT_LE(fewest.num_micro_batches(), std::ssize(lens)) << i;
-    if (fewest.num_micro_batches() == 1) continue;
-    input.num_micro_batches = fewest.num_micro_batches() - 1;
-    EXPECT_THROW(plan_step(input, "balanced", effort), ArgumentError) << i;
-  }
 }
 
 TEST(MicroBatches, SharedSequencesAreSpreadWhereThatIsFaster) {
@@ -455,31 +290,6 @@ TEST(MicroBatches, NestedBagsAreHardlySlowerThanTheirFlatOnes) {
       EXPECT_LE(nested_s, time_s(plan_step(input, "balanced", effort)) * 1.03) << i << ' ' << flat;
     }
   }
-}
-
-TEST(MicroBatches, TheTopologyOfAStepKeepsTheLimitInEachMicroBatch) {
-  // Whole sequences fit, four micro-batches of them; all of them at once would not.
-  std::vector<std::vector<int64_t>> lens(8, std::vector<int64_t>(4, 1000));
-  EXPECT_EQ(best_topology(default_step(lens, "g8n1", 4, 1100), "balanced", false), "g1n8");
-  EXPECT_EQ(best_topology(default_step(lens, "g8n1", 1, 1100), "balanced", true), "g1n8");
-  EXPECT_EQ(best_topology(default_step(lens, "g8n1", 1, 4100), "balanced", false), "g1n8");
-  EXPECT_EQ(best_topology(default_step(lens, "g8n1", 4), "balanced", false), "g1n8");
-  // One sequence fits a rank's four micro-batches, but no micro-batch of one rank.
-  lens[0] = {3000};
-  const std::string shares = best_topology(default_step(lens, "g8n1", 4, 1600), "balanced", false);
-  EXPECT_LE(plan_step(default_step(lens, shares, 4, 1600), "balanced").max_tokens(), 1600);
-}
-
-TEST(MicroBatches, TheFewestKeepTheLimit) {
-  StepInput input = step_of_mix("mixed", 2, 0.41, 4);
-  EXPECT_THROW(plan_fewest_micro_batches(input, "balanced"), ArgumentError);  // without a limit
-  input.sequences.max_tokens_per_rank = 20'000;
-  const Plan plan = plan_fewest_micro_batches(input, "balanced");
-  const int64_t tokens = plan.num_tokens();
-  EXPECT_LE(plan.max_tokens(), 20'000);
-  EXPECT_EQ(plan.num_micro_batches(), (tokens + 32 * 20'000 - 1) / (32 * 20'000));
-  input.sequences.max_tokens_per_rank = 100;  // the longest sequence does not fit eight ranks
-  EXPECT_THROW(plan_fewest_micro_batches(input, "balanced"), ArgumentError);
 }
 
 TEST(MicroBatches, EveryRankIsFilledWhereThereAreSequences) {
