@@ -21,7 +21,7 @@ def check_equal_on_ranks(what: str, own: dict[str, str]) -> None:
     """Raises StateError on all ranks: where a value differs on one, with its name and both values; where one does not
     come within the store's timeout, with its number.
 
-    Collective over the default group: all ranks call it equally often for each `what`, of which the error speaks.
+    Collective over the default group: all ranks call it equally often for each `what`, which the error names.
     """
     world = dist.group.WORLD
     assert world is not None

@@ -125,8 +125,7 @@ def _num_ranks(group: dist.ProcessGroup | None) -> int:
 
 
 def _factor(group: dist.ProcessGroup | None, loss_divisor: int | None, total: int | None) -> int:
-    """A rank's share is multiplied by what is divided by later: a gradient reduction by mean divides by the number of
-    ranks."""
+    """What a rank's share is multiplied by, since later steps divide: a mean over ranks divides by their number."""
     if loss_divisor is None and torch.is_grad_enabled():
         check_nothing_divides(total)
     divisor = 1 if loss_divisor is None else integer("loss_divisor", loss_divisor, 1)

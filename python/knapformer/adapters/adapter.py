@@ -137,7 +137,7 @@ def attend_by(attn: nn.Module) -> Attend | None:
 
 
 class OfSequences:
-    """What kernels of this rank's attention go by that is known of whole sequences, worked out once a step.
+    """Facts about whole sequences that this rank's attention kernels need, worked out once a step.
 
     of_chunks: for each chunk on this rank a row that says something of the whole sequence that the chunk is of.
     prepare(rows, spans, device): what is worked out of these rows. spans: for each, the place of its first query here,
