@@ -196,7 +196,7 @@ def static(case: Case, **cut: Any) -> dict[str, float | None]:
     planning = Planning(**COST | {"cluster": CLUSTER.replace(overlaps_attention=True)})
     (step,) = static_sharing(8, **cut)(Draw(planning, [case.drawn()]))
     packed = sum(plan.predicted_time for plan in step.plans) / sum(plan.ideal_time for plan in step.plans)
-    return {"packed": packed, "padded": None, "fullest": step.figures["max_tokens_per_rank"]}
+    return {"packed": packed, "padded": None, "fullest": step.figures["max_tokens"]}
 
 
 def padded_work(batch: MicroBatch) -> float | None:

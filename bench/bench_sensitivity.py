@@ -74,12 +74,12 @@ def gamma_rows(num_steps: int) -> list[dict[str, object]]:
     return rows
 
 
-def case_of(planning: Planning, steps: Sequence[Lengths], micro_batches: int, max_tokens: int = 0) -> Draw:
+def case_of(planning: Planning, steps: Sequence[Lengths], micro_batches: int, limit: int = 0) -> Draw:
     batches = [micro_batches_of_step(step, micro_batches) for step in steps]
-    return Draw(planning, batches, [length for step in steps for lens in step for length in lens], 0, max_tokens)
+    return Draw(planning, batches, [length for step in steps for lens in step for length in lens], 0, limit)
 
 
-def speedups(planning: Planning, steps: Sequence[Lengths], micro_batches: int = 1) -> dict[str, float]:
+def speed_ups(planning: Planning, steps: Sequence[Lengths], micro_batches: int = 1) -> dict[str, float]:
     """The speed-up of each alternative over no balancing; of several topologies of bags the best one counts."""
     case = case_of(planning, steps, micro_batches)
     results = [simulate(alternative, case) for alternative in alternatives(case, sharing(ranked(case)))]
@@ -97,13 +97,13 @@ def planning_of(node: float = 120, network: float = 25, **model: object) -> Plan
 
 
 def network_rows(num_steps: int) -> list[dict[str, object]]:
-    print("|", " | ".join(speedups(planning_of(), steps_of("low", 1, 1))), "|")
+    print("|", " | ".join(speed_ups(planning_of(), steps_of("low", 1, 1))), "|")
     rows: list[dict[str, object]] = []
     for mix in ("mixed", "joint"):
         for micro_batches in (1, 4):
             for name, (node, network) in NETWORKS.items():
-                found = speedups(planning_of(node, network), steps_of(mix, num_steps, micro_batches), micro_batches)
-                rows.append({"mix": mix, "micro_batches": micro_batches, "network": name, "speedup": found})
+                found = speed_ups(planning_of(node, network), steps_of(mix, num_steps, micro_batches), micro_batches)
+                rows.append({"mix": mix, "micro_batches": micro_batches, "network": name, "speed_up": found})
                 print(f"| {mix} | {micro_batches} | {name} | {cells_of(found)} |", flush=True)
     return rows
 
@@ -126,7 +126,7 @@ def losing_rows(num_steps: int) -> list[dict[str, object]]:
     }  # fmt: skip
     rows: list[dict[str, object]] = []
     for name, (planning, steps) in cases.items():
-        found = speedups(planning, steps)
+        found = speed_ups(planning, steps)
         flat = {
             topology: statistics.fmean(
                 planning.plan(step, topology, routed=True, effort="default").predicted_time for step in steps
@@ -135,7 +135,7 @@ def losing_rows(num_steps: int) -> list[dict[str, object]]:
         }
         home = statistics.fmean(planning.home(step).predicted_time for step in steps)
         found |= {f"forced {topology}": home / seconds for topology, seconds in flat.items()}
-        rows.append({"data": name, "speedup": found})
+        rows.append({"data": name, "speed_up": found})
         print(f"| {name} | {cells_of(found)} |", flush=True)
     return rows
 
@@ -156,7 +156,7 @@ def caps_rows(num_steps: int) -> list[dict[str, object]]:
                     name = "bags" if alternative.key.startswith("bags") else alternative.name
                     fits = result.problem is None
                     found[name] = max(found.get(name, 0), gain(result, home)[0] if fits else 0)
-            rows.append({"cap": cap, "micro_batches": micro_batches, "speedup": found})
+            rows.append({"cap": cap, "micro_batches": micro_batches, "speed_up": found})
             cells = " | ".join(f"{value:.2f}" if value else "does not fit" for value in found.values())
             print(f"| {cap:,} | {micro_batches} | {cells} |", flush=True)
     return rows

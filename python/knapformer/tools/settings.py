@@ -68,17 +68,17 @@ def planning(
     return Planning(**(fields | {"cluster": cluster, "model": model} | given))
 
 
-def assumed(args: argparse.Namespace, of: Planning, limit: str | None = None) -> str:
+def assumed(args: argparse.Namespace, of: Planning, limit: int | None = None) -> str:
     """One sentence that says what a prediction depends on. limit: of the tokens of a rank; None: as the options say."""
     cluster, model = of.cluster, of.model
     origin = "the default" if of.gamma == DEFAULT_GAMMA else "as given"
     name = args.cluster or f"{Cluster.names()[0]}, the default"
     if args.calibration is not None:
         origin, name = f"measured: {args.calibration}", "calibrated"
-    if limit is None and args.max_tokens_per_rank:
-        limit = f"at most {args.max_tokens_per_rank:,} tokens on a rank"
-    elif limit is None:
-        limit = "no limit of tokens" + ("" if args.micro_batches is None else ", but for steps planned whole")
+    limit = args.max_tokens_per_rank if limit is None else limit
+    held = f"at most {limit:,} tokens on a rank" if limit else "no limit of tokens"
+    if not limit and args.micro_batches is not None:
+        held += ", but for steps planned whole"
     heads = f"{model.num_heads} heads" if model.num_heads else "heads that divide evenly"
     fixed = f"{cluster.fixed_s:.3g} s more in each step, whatever its load" if cluster.fixed_s else "no fixed time"
     if cluster.fixed_s == Cluster.published().fixed_s:
@@ -87,7 +87,7 @@ def assumed(args: argparse.Namespace, of: Planning, limit: str | None = None) ->
         f"Assumed: gamma {of.gamma:.4g} ({origin}); cluster {name}: "
         f"{cluster.flops_per_s / 1e12:.3g} TFLOP/s a rank, {cluster.node_bytes_per_s / 1e9:.3g} and "
         f"{cluster.network_bytes_per_s / 1e9:.3g} GB/s in a node of {cluster.ranks_per_node} and between; "
-        f"{model.num_blocks} blocks, {model.num_parameters:.3g} parameters, {heads}; {model.mode}; {limit}; {fixed}."
+        f"{model.num_blocks} blocks, {model.num_parameters:.3g} parameters, {heads}; {model.mode}; {held}; {fixed}."
     )
 
 

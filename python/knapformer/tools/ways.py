@@ -62,15 +62,15 @@ class Planning(Cost):
 class Draw:
     """The samples of some optimizer steps, [step][micro-batch][rank], in the order in which ranks draw them.
 
-    pool: the lengths that a way draws from where it takes other samples. max_tokens: that a rank may hold in a
-    micro-batch; 0: no limit.
+    pool: the lengths that a way draws from where it takes other samples. max_tokens_per_rank: the limit in a
+    micro-batch; 0: none.
     """
 
     planning: Planning
     batches: Sequence[Sequence[Lengths]]
     pool: Sequence[int] = ()
     seed: int = 0
-    max_tokens: int = 0
+    max_tokens_per_rank: int = 0
 
     @property
     def num_ranks(self) -> int:
@@ -109,13 +109,14 @@ class Step:
 
     @cached_property
     def figures(self) -> dict[str, float]:
-        """Sums over the micro-batches, since ranks wait for each other in each; max_tokens_per_rank is that of any.
+        """Sums over the micro-batches, since ranks wait for each other in each; max_tokens is that of any.
 
         wir: the mean over those that have tokens; infinite where one of them leaves a rank without work.
         """
         times = self.times or [predict_step(plan) for plan in self.plans]
         sums: dict[str, Callable[[StepTime], float]] = {
             "total_s": lambda of: of.total_s,
+            "compute_s": lambda of: of.token_s + of.attention_s,
             "ideal_s": lambda of: of.ideal_s,
             "route_bytes": lambda of: of.route_bytes.total,
             "route_bytes_between_nodes": lambda of: of.route_bytes.between,
@@ -127,7 +128,7 @@ class Step:
             "wir": statistics.fmean([plan.wir_after for plan in self.plans if plan.num_tokens] or [1.0]),
             "samples": sum(plan.num_sequences for plan in self.plans),
             "tokens": sum(plan.num_tokens for plan in self.plans),
-            "max_tokens_per_rank": max(plan.max_tokens for plan in self.plans),
+            "max_tokens": max(plan.max_tokens for plan in self.plans),
             **{term: math.fsum(of.terms[term] for of in times) for term in StepTime.labels()},
             **{name: math.fsum(map(of, times)) for name, of in sums.items()},
         }
@@ -142,13 +143,13 @@ def at_home(draw: Draw) -> Iterator[Step]:
         yield Step([draw.planning.home(batch) for batch in batches])
 
 
-def by_micro_batch(topology: str, max_tokens: int = 0) -> Way:
+def by_micro_batch(topology: str, max_tokens_per_rank: int = 0) -> Way:
     """Each micro-batch is planned by itself, as a balancer in the model does."""
 
     def steps(draw: Draw) -> Iterator[Step]:
         for batches in draw.batches:
             start = time.perf_counter()
-            plans = [draw.planning.plan(batch, topology, max_tokens_per_rank=max_tokens) for batch in batches]
+            plans = [draw.planning.plan(batch, topology, max_tokens_per_rank=max_tokens_per_rank) for batch in batches]
             yield Step(plans, plan_s=time.perf_counter() - start)
 
     return steps
@@ -162,7 +163,7 @@ def planned_whole(topology: str, *, routed: bool | None = None) -> Way:
             start = time.perf_counter()
             whole = draw.planning.plan(
                 lengths_of_step(batches), topology, routed=routed, micro_batches=len(batches),
-                max_tokens_per_rank=draw.max_tokens,
+                max_tokens_per_rank=draw.max_tokens_per_rank,
             )  # fmt: skip
             yield Step(whole.plans, plan_s=time.perf_counter() - start, whole=whole)
 
@@ -174,7 +175,7 @@ def usual_ways(draw: Draw, topologies: Iterable[str], whole: bool) -> dict[str, 
     limit of tokens is then that of whole steps."""
     found = {NO_BALANCER: list(at_home(draw))}
     for topology in topologies:
-        found[topology] = list(by_micro_batch(topology, 0 if whole else draw.max_tokens)(draw))
+        found[topology] = list(by_micro_batch(topology, 0 if whole else draw.max_tokens_per_rank)(draw))
         if whole:
             name = f"{PLANNED_STEP}, {topology}"
             found[name] = list(planned_whole(topology, routed=False)(draw))
@@ -230,7 +231,7 @@ def measured(
         "fbl_per_step_s": list(seconds),
         "wir": mean["wir"],
         "tokens_per_s": mean["tokens"] / fbl_s,
-        "max_tokens_per_rank": max(step.figures["max_tokens_per_rank"] for step in steps),
+        "max_tokens": max(step.figures["max_tokens"] for step in steps),
         "hfu": hfu_of(steps, model, fbl_s, peak_tflops),
     }
 

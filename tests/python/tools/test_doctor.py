@@ -38,9 +38,9 @@ STEP = 3 * 4  # blocks; forward, recompute and a backward pass of two
 PLANNING = Planning(d_model=D, gamma=GAMMA, cluster=CLUSTER, model=MODEL, effort="low")
 
 
-def results_of(steps, micro_batches=1, max_tokens=0):
+def results_of(steps, micro_batches=1, limit=0):
     batches = [micro_batches_of_step(step, micro_batches) for step in steps]
-    case = Draw(PLANNING, batches, [n for step in steps for lens in step for n in lens], max_tokens=max_tokens)
+    case = Draw(PLANNING, batches, [n for step in steps for lens in step for n in lens], max_tokens_per_rank=limit)
     return {a.key: simulate(a, case) for a in alternatives(case, sharing(ranked(case)))}
 
 
@@ -77,7 +77,7 @@ def test_alternatives_cost_what_the_formula_says():
     drawn_s = drawn.figures["total_s"]
     assert drawn_s == pytest.approx(STEP * (block_s(300) + block_s(50)))
     assert drawn.figures["ideal_s"] == pytest.approx(STEP * sum(map(block_s, (100, 50, 300, 20))) / 2)
-    assert [drawn.figures[name] for name in ("samples", "tokens", "max_tokens_per_rank")] == [4, 470, 300]
+    assert [drawn.figures[name] for name in ("samples", "tokens", "max_tokens")] == [4, 470, 300]
     assert found["one_by_one"].mean("total_s") == pytest.approx(drawn_s)
 
     # Longest first finds nothing better in either micro-batch; over both, the three short ones fit beside the long one.
@@ -87,7 +87,7 @@ def test_alternatives_cost_what_the_formula_says():
     (shared,) = found["static_2"].steps
     assert compute_s(shared) == pytest.approx(drawn.figures["ideal_s"])
     assert shared.figures["attention_bytes"] > shared.figures["attention_bytes_between_nodes"] == 0
-    assert shared.figures["max_tokens_per_rank"] == 200
+    assert shared.figures["max_tokens"] == 200
 
 
 def test_static_sharing_does_not_balance_groups():
@@ -98,9 +98,9 @@ def test_static_sharing_does_not_balance_groups():
 def test_buckets_pad_nothing_where_lengths_are_few_and_something_where_they_are_many():
     few = results_of([[[100], [40], [40], [40]]] * 4)["buckets"]
     assert few.waiting == pytest.approx(0, abs=1e-9)
-    assert {step.figures["max_tokens_per_rank"] for step in few.steps} == {40, 100}
+    assert {step.figures["max_tokens"] for step in few.steps} == {40, 100}
     # Buckets come in proportion: a quarter is of the long ones.
-    assert sum(step.figures["max_tokens_per_rank"] == 100 for step in few.steps) == len(few.steps) / 4
+    assert sum(step.figures["max_tokens"] == 100 for step in few.steps) == len(few.steps) / 4
     many = results_of([[[length] for length in range(100 + 50 * i, 500 + 50 * i, 100)] for i in range(30)])
     assert 0 < many["buckets"].waiting < 0.2
 
@@ -110,7 +110,7 @@ def test_a_time_budget_holds_at_least_the_longest_sample_and_keeps_to_memory():
     free = results_of(steps)["time_budget"]
     assert free.mean("samples") > 4
     assert max(map(compute_s, free.steps)) == pytest.approx(STEP * block_s(100))
-    limited = results_of(steps, max_tokens=100)["time_budget"]
+    limited = results_of(steps, limit=100)["time_budget"]
     assert limited.max_tokens == 100
 
 
@@ -133,7 +133,7 @@ def test_memory_is_that_of_the_formula():
     assert MemoryModel.of(flux, 3072, 1).bytes_per_token == pytest.approx(
         505.5 * 1024, rel=0.01
     )  # measured: docs/gpu.md
-    assert memory.gib(memory.max_tokens(20)) == pytest.approx(20, rel=1e-3)
+    assert memory.gib(memory.tokens_within(20)) == pytest.approx(20, rel=1e-3)
     frozen = MemoryModel.of(model.replace(mode="lora"), 1024, 4)
     assert frozen.fixed_bytes == pytest.approx(1e9 * 2 / 4 + 3 * 1e8 * 2)
 
@@ -168,10 +168,10 @@ def test_the_least_change_is_advised(capsys):
     many = diagnosis(capsys, "--data", "mixed", "--micro-batches", 4, "--steps", 4)
     assert many["take"] == "sampler"
     assert "fewer GPU-hours" in many["verdict"]
-    low, speedup, high = many["speedup"]
-    assert low <= speedup <= high
+    low, speed_up, high = many["speed_up"]
+    assert low <= speed_up <= high
     sampler = by_key(many)["sampler"]
-    assert sampler["gb_in_node_per_rank"] == 0 and sampler["speedup"] == speedup
+    assert sampler["gb_in_node_per_rank"] == 0 and sampler["speed_up"] == speed_up
     # All alternatives on the same samples compute the same work.
     same = [row for row in many["alternatives"] if not row["effect"]]
     for row in same:
@@ -185,7 +185,7 @@ def test_what_is_faster_on_other_samples_is_not_advised(tmp_path, capsys):
     """One long sample among 64 holds up a step, however it is shared; with a time budget others take more samples."""
     path = file_of(tmp_path / "lengths.txt", "60000\n" + "300\n" * 63)
     found = diagnosis(capsys, path, "--ranks", 64, "--steps", 20)
-    speed = {row["key"]: row["speedup"] for row in found["alternatives"] if "speedup" in row}
+    speed = {row["key"]: row["speed_up"] for row in found["alternatives"] if "speed_up" in row}
     assert found["take"].startswith("bags ") and speed["time_budget"] > 1.03 * speed[found["take"]]
 
 
@@ -314,15 +314,15 @@ def test_steps_are_those_that_were_simulated(tmp_path, capsys):
 def test_one_step_gives_no_range_and_the_verdict_says_why(tmp_path, capsys):
     path = file_of(tmp_path / "one.json", [[[60000], [3000, 2000]]])
     found = diagnosis(capsys, path, "--mode", "lora")
-    low, speedup, high = found["speedup"]
-    assert (low, high) == (None, None) and speedup > 1.03
+    low, speed_up, high = found["speed_up"]
+    assert (low, high) == (None, None) and speed_up > 1.03
     few = "One step is too few to say how sure that is."
     assert found["verdict"].startswith("Take ") and found["verdict"].endswith(few) and " to " not in found[
         "verdict"].removesuffix(few)  # fmt: skip
     equal = diagnosis(capsys, file_of(tmp_path / "equal.json", [[[3000], [3000]]]), "--mode", "lora")
     assert equal["verdict"].startswith("Not worth it") and equal["verdict"].endswith(few)
     two = diagnosis(capsys, file_of(tmp_path / "two.json", [[[60000], [3000, 2000]]] * 2), "--mode", "lora")
-    assert few not in two["verdict"] and two["speedup"][0] <= speedup <= two["speedup"][2]
+    assert few not in two["verdict"] and two["speed_up"][0] <= speed_up <= two["speed_up"][2]
 
 
 def test_a_limit_of_tokens_is_kept(tmp_path, capsys):

@@ -239,14 +239,14 @@ def test_a_step_of_several_micro_batches(tmp_path):
     flat = points["g8n4"]
     assert flat["total_s"] == pytest.approx(statistics.fmean(sum(t.total_s for t in of) for of in times))
     peaks = [max(plan.max_tokens for plan in of) for of in by_micro_batch]
-    assert flat["max_tokens_per_rank"] == statistics.fmean(peaks)
+    assert flat["max_tokens"] == statistics.fmean(peaks)
     # Two gathers and a reduction in each micro-batch, each of 31 of 32 parts of the parameters.
     assert all(p["fsdp_bytes"] == pytest.approx(32 * 3 * 3 * 12e9 * 2 * 31 / 32) for p in points.values())
     # Whole samples: the same work, as in one of the steps planned from Python; nothing travels.
     whole = points["step planned, g1n32"]
     assert whole["route_bytes"] == whole["attention_bytes"] == 0 and whole["tokens"] == points["none"]["tokens"]
     assert whole["ideal_s"] == pytest.approx(points["none"]["ideal_s"])
-    assert whole["max_tokens_per_rank"] <= 1.5 * points["none"]["max_tokens_per_rank"]
+    assert whole["max_tokens"] <= 1.5 * points["none"]["max_tokens"]
     assert whole["total_s"] < points["none"]["total_s"] / 1.3
     step = [[length for of in steps[0] for length in of[rank]] for rank in range(32)]
     options = f"--data mixed --topology g1n32 --micro-batches 3 --max-tokens-per-rank 60000 --predictions {target}"

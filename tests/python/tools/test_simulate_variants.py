@@ -45,13 +45,13 @@ def test_figures_by_hand() -> None:
     assert got["promised_speed_up"] == pytest.approx(sum(befores) / sum(afters))
     assert got["tokens_per_s"] == pytest.approx((140 + 140) / 2 / 1.5)
     assert got["hfu"] == pytest.approx(4 * (work(100, 20, 20) + work(40, 40, 60)) / 2 * 5 / (1.5 * 2 * 10e12))
-    assert got["tokens_moved"] == pytest.approx(0.5) and got["max_tokens_per_rank"] == 70
+    assert got["tokens_moved"] == pytest.approx(0.5) and got["max_tokens"] == 70
     assert got["wir"] == pytest.approx(1.0)
     assert got["loss_difference"] == pytest.approx(0.2) and got["gradient_difference"] == 0
     got = figures(baseline, baseline, MODEL, peak_tflops=None)
     assert (got["speed_up"], got["promised_speed_up"], got["tokens_moved"], got["hfu"]) == (1, 1, 0, None)
     assert got["wir"] == pytest.approx((work(100, 20) / work(20) + work(40, 60) / work(40)) / 2)
-    assert got["max_tokens_per_rank"] == 120 and got["loss_difference"] == 0
+    assert got["max_tokens"] == 120 and got["loss_difference"] == 0
 
 
 def test_ranks_wait_in_every_micro_batch() -> None:
@@ -213,9 +213,7 @@ def test_a_limit_of_tokens_holds_in_plans_and_not_where_nothing_is_planned() -> 
     of_topology = list(step_of(twice, 0)["g1n2"].step.plans)
     limit = max(of.max_tokens for of in of_topology) - 1
     kept = step_of(changed(twice, max_tokens_per_rank=limit), 0)
-    assert (
-        list(kept["g1n2"].step.plans) == of_topology and kept[PLANNED_STEP].step.figures["max_tokens_per_rank"] <= limit
-    )
+    assert list(kept["g1n2"].step.plans) == of_topology and kept[PLANNED_STEP].step.figures["max_tokens"] <= limit
 
 
 def test_a_limit_that_a_later_step_cannot_keep_is_refused_before_any_rank_starts() -> None:

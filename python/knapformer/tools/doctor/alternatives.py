@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from knapformer import ArgumentError, TopologyOption, attention_pairs, rank_topologies
+from knapformer import ArgumentError, Topology, TopologyOption, attention_pairs, rank_topologies
 from knapformer._core import plan_home_bags
 from knapformer.tools.lengths import Lengths, MaskedLength, lengths_of_step, micro_batches_of_step
 from knapformer.tools.ways import Draw, Step, Way, at_home, planned_whole
@@ -26,7 +26,7 @@ _MAX_STEPS, _MAX_BATCHES = 2, 4
 @dataclass(frozen=True)
 class Alternative:
     """name: in tables. advice: what is taken, where the name needs words. change: what the user has to do. effect: how
-    it changes which samples a step has, '' for not at all. degree: of static sequence parallelism, 0 for none.
+    it changes which samples a step has, '' for not at all. degree: how many ranks share a sequence at most, 0 for none.
     topology: of the balancer in the model."""
 
     key: str
@@ -87,8 +87,8 @@ def lockstep_buckets(draw: Draw) -> Iterator[Step]:
             bucket = bisect.bisect_right(ends, places.pop())
             first = ends[bucket - 1] if bucket else 0
             size = max(1, round(draw.batch_size))
-            if draw.max_tokens:
-                size = max(1, min(size, draw.max_tokens // tops[bucket]))
+            if draw.max_tokens_per_rank:
+                size = max(1, min(size, draw.max_tokens_per_rank // tops[bucket]))
             lens = [[pool[rng.randrange(first, ends[bucket])] for _ in range(size)] for _ in range(draw.num_ranks)]
             plans.append(planning.home([[_padded(length, tops[bucket]) for length in of_rank] for of_rank in lens]))
             own += planning.home(lens).ideal_time
@@ -109,7 +109,7 @@ def time_budget(draw: Draw) -> Iterator[Step]:
     def batch() -> Lengths:
         lens: Lengths = [[] for _ in streams]
         for rank, stream in enumerate(streams):
-            left, room = budget, draw.max_tokens or math.inf
+            left, room = budget, draw.max_tokens_per_rank or math.inf
             while not lens[rank] or (works[waiting[rank]] <= left and waiting[rank] <= room):
                 lens[rank].append(waiting[rank])
                 left -= works[waiting[rank]]
@@ -183,14 +183,15 @@ def alternatives(draw: Draw, topologies: Sequence[str]) -> list[Alternative]:
     change = "the loader's sampler, and how the loss is weighed"
     found = [*baselines(draw.num_ranks), Alternative("sampler", "BalancedBatchSampler", sampler, change)]
     for topology in topologies:
-        largest = topology[1:].partition("n")[0].partition("/")[0]
-        ranks, shared = (f"1-{largest}", f"long samples shared by up to {largest} ranks")
+        largest = _largest_bag(topology)
+        ranks, shared = f"1-{largest}", f"long samples shared by up to {largest} ranks"
         if "/" not in topology:
-            ranks, shared = (largest, f"every sample shared by {largest} ranks")
+            ranks, shared = f"{largest}", f"every sample shared by {largest} ranks"
         found.append(
             Alternative(
                 f"bags {topology}", f"balancer, {ranks} ranks", planned_whole(topology, routed=True),
-                "calls in the model", topology=topology, advice=f"the balancer in the model, with {shared}",
+                "calls in the model", degree=largest, topology=topology,
+                advice=f"the balancer in the model, with {shared}",
             )
         )  # fmt: skip
     return found
@@ -202,13 +203,17 @@ def ranked(draw: Draw) -> list[TopologyOption]:
     batches = list(itertools.islice(drawn, _MAX_BATCHES))
     masks = [of.masks(batch) for batch in batches]
     return rank_topologies(
-        batches, of, max_tokens_per_rank=draw.max_tokens, masks=masks, model=of.model.replace(routed=True)
+        batches, of, max_tokens_per_rank=draw.max_tokens_per_rank, masks=masks, model=of.model.replace(routed=True)
     )
 
 
 def sharing(ranking: Sequence[TopologyOption], count: int = 2) -> list[str]:
     """The best `count` topologies in which ranks share sequences."""
-    return [option.topology for option in ranking if not option.topology.startswith("g1n")][:count]
+    return [option.topology for option in ranking if _largest_bag(option.topology) > 1][:count]
+
+
+def _largest_bag(topology: str) -> int:
+    return max(map(len, Topology(topology).bags))
 
 
 @dataclass(frozen=True)
@@ -236,11 +241,11 @@ class Result:
     @property
     def waiting(self) -> float:
         """Of the ranks' computing time, the share in which they wait for the slowest, or compute padding."""
-        return max(0.0, 1 - self.work_s / self.mean("token_s", "attention_s"))
+        return max(0.0, 1 - self.work_s / self.mean("compute_s"))
 
     @property
     def max_tokens(self) -> int:
-        return int(max(step.figures["max_tokens_per_rank"] for step in self.steps))
+        return int(max(step.figures["max_tokens"] for step in self.steps))
 
 
 def simulate(alternative: Alternative, draw: Draw) -> Result:
@@ -254,9 +259,9 @@ def simulate(alternative: Alternative, draw: Draw) -> Result:
         result = Result(alternative, steps)
     except ArgumentError as error:  # a limit that cannot be kept
         return Result(alternative, [], str(error))
-    if not 0 < draw.max_tokens < result.max_tokens:
+    if not 0 < draw.max_tokens_per_rank < (held := result.max_tokens):
         return result
-    return Result(alternative, [], f"{result.max_tokens:,} tokens on a rank, expected at most {draw.max_tokens:,}")
+    return Result(alternative, [], f"{held:,} tokens on a rank, expected at most {draw.max_tokens_per_rank:,}")
 
 
 def gain(one: Result, other: Result) -> tuple[float, float]:

@@ -97,8 +97,8 @@ def run(args: argparse.Namespace) -> int:
     with Progress(len(baselines(num_ranks)) + 3, enabled=sys.stderr.isatty()) as progress:
         progress.describe(f"drawing samples, and comparing topologies, for {num_ranks:,} ranks")
         memory, fit = _memory(args, source, preset, planning)
-        max_tokens = min(filter(None, (fit, args.max_tokens_per_rank)), default=0)
-        draw = Draw(planning, source.batches(args.micro_batches), source.pool, args.seed, max_tokens)
+        limit = min(filter(None, (fit, args.max_tokens_per_rank)), default=0)
+        draw = Draw(planning, source.batches(args.micro_batches), source.pool, args.seed, limit)
         settings.warn_if_far(args, planning, [[list(source.pool)]])
         ranking, results = ranked(draw), list[Result]()
         for alternative in alternatives(draw, sharing(ranking)):
@@ -119,8 +119,8 @@ def _memory(args: argparse.Namespace, source: Source, preset: Preset, planning: 
     model = planning.model
     memory = MemoryModel.of(model, planning.d_model, source.num_ranks, cross_attends=preset.text_beside)
     limit_gib = args.memory_gib or DEVICE_GIB.get(args.cluster or Cluster.names()[0])
-    max_tokens = 0 if limit_gib is None else memory.max_tokens(limit_gib)
-    if limit_gib is not None and max_tokens == 0:
+    fit = 0 if limit_gib is None else memory.tokens_within(limit_gib)
+    if limit_gib is not None and fit == 0:
         shards = min(model.shard_ranks, source.num_ranks)
         default = " (the default of --model)" if args.model == DEFAULT_PRESET else ""
         raise ArgumentError(
@@ -128,4 +128,4 @@ def _memory(args: argparse.Namespace, source: Source, preset: Preset, planning: 
             f"{model.num_parameters:.3g} parameters, sharded over {shards} rank(s), take {memory.gib(0):.1f} GiB on "
             f"each, expected at most {limit_gib:g} (--memory-gib): name another --model, or --mode lora, or more ranks"
         )
-    return memory, max_tokens
+    return memory, fit

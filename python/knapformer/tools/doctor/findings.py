@@ -55,12 +55,12 @@ class Findings:
             return {"problem": result.problem}
         seconds, samples, num_ranks = result.mean("total_s"), result.mean("samples"), self.draw.num_ranks
         of_work = result.work_s / result.efficiency  # seconds that the samples' work takes this way
-        speedup, error = gain(result, self.verdict.now) if self.verdict.now.problem is None else (None, math.nan)
+        speed_up, error = gain(result, self.verdict.now) if self.verdict.now.problem is None else (None, math.nan)
         between = result.mean("route_bytes_between_nodes", "attention_bytes_between_nodes")
         return {
             "step_s": seconds,
-            "speedup": speedup,
-            "speedup_standard_error": error if math.isfinite(error) else None,
+            "speed_up": speed_up,
+            "speed_up_standard_error": error if math.isfinite(error) else None,
             "samples_per_s": samples / seconds,
             "tokens_per_s": result.mean("tokens") / seconds,
             "device_hours": (self.source.num_samples or 10**6) / samples * of_work * num_ranks / 3600,
@@ -91,11 +91,11 @@ class Findings:
         source, draw, verdict, planning = self.source, self.draw, self.verdict, self.draw.planning
         return {
             "format": "knapformer.diagnosis",
-            "version": 1,
+            "version": 2,
             "verdict": self.verdict_text,
             "take": verdict.taken.alternative.key if verdict.is_worth_it else None,
             "now": verdict.now.alternative.key,
-            "speedup": [verdict.low, verdict.speedup, verdict.high],
+            "speed_up": [verdict.low, verdict.speed_up, verdict.high],
             "source": source.description,
             "rows": source.samples.num_rows,
             "bad_rows": source.samples.bad_rows,
@@ -108,7 +108,7 @@ class Findings:
             "d_model": planning.d_model,
             "gamma": planning.gamma,
             "mask": planning.mask,
-            "max_tokens_that_fit": draw.max_tokens or None,
+            "max_tokens_per_rank": draw.max_tokens_per_rank or None,
             **settings_dict(planning),
             "alternatives": [
                 {"key": of.alternative.key, "change": of.alternative.change, "effect": of.alternative.effect, **row}
@@ -155,7 +155,7 @@ class Findings:
         takes = "" if is_masked else self.preset.transformer  # these compute full attention
         settings = "" if planning.gamma == DEFAULT_GAMMA else f", gamma={planning.gamma:.3g}"
         settings += f", mask={planning.mask!r}" if is_masked and not masks else ""
-        settings += f", max_tokens_per_rank={draw.max_tokens}" if draw.max_tokens else ""
+        settings += f", max_tokens_per_rank={draw.max_tokens_per_rank}" * (draw.max_tokens_per_rank > 0)
         if of.key == "sampler":
             packs = f"knapformer.balance(transformer), so that {model} takes samples of any sizes; " if takes else ""
             return (
@@ -167,8 +167,7 @@ class Findings:
         if not of.topology:
             return f"{of.change}."
         width = "" if takes else f", d_model={planning.d_model}"
-        largest = int(of.topology[1:].partition("n")[0].partition("/")[0])
-        if planning.model.num_heads % largest:
+        if planning.model.num_heads % of.degree:
             settings += f", model=knapformer.TrainedModel(num_heads={planning.model.num_heads}, cuts_queries=True)"
         balancer = f'knapformer.SequenceBalancer("{of.topology}"{width}{settings})'
         whole = " Plan the micro-batches of a step together: plan_routing(..., micro_batches=K)."
@@ -190,10 +189,9 @@ class Findings:
     def _assumed(self) -> list[str]:
         source, draw, preset = self.source, self.draw, self.preset
         default = ", the default of --model" if preset.name == DEFAULT_PRESET else ""
-        limit = f"at most {draw.max_tokens:,} tokens on a rank" if draw.max_tokens else "memory is not limited"
         masks = f"{draw.planning.mask}, where samples have none" if has_masks([source.pool]) else draw.planning.mask
         return [
-            assumed(self.args, draw.planning, limit),
+            assumed(self.args, draw.planning, draw.max_tokens_per_rank),
             f"Model: {preset.name}{default}, of width {draw.planning.d_model}, mask {masks}. {len(draw.batches)} steps "
             f"of {source.num_ranks:,} ranks are simulated, of {draw.micro_batches} micro-batches of "
             f"{digits(draw.batch_size)} samples a rank; ranks wait for each other in every one, as under FSDP2.",
@@ -203,9 +201,9 @@ class Findings:
 def _cells(figures: Mapping[str, Any]) -> dict[str, str]:
     if "problem" in figures:
         return dict.fromkeys(_HEADINGS, "-")
-    speed = "-" if figures["speedup"] is None else f"{figures['speedup']:.2f}"
-    if figures["speedup_standard_error"]:
-        speed += f" ± {figures['speedup_standard_error']:.2f}"
+    speed = "-" if figures["speed_up"] is None else f"{figures['speed_up']:.2f}"
+    if figures["speed_up_standard_error"]:
+        speed += f" ± {figures['speed_up_standard_error']:.2f}"
     sent = (figures[f"gb_{where}_per_rank"] for where in ("in_node", "between_nodes"))
     values = (
         digits(figures["step_s"]), speed, digits(figures["device_hours"]), f"{figures['waiting']:.0%}",

@@ -50,6 +50,6 @@ class MemoryModel:
         """GiB on a rank that holds this many tokens."""
         return (self.fixed_bytes + tokens * self.bytes_per_token) / GIB
 
-    def max_tokens(self, limit_gib: float) -> int:
-        """The tokens that fit; 0 where even the fixed part does not fit."""
+    def tokens_within(self, limit_gib: float) -> int:
+        """How many fit; 0 where even the fixed part does not fit."""
         return max(0, int((limit_gib * GIB - self.fixed_bytes) / self.bytes_per_token))

@@ -18,15 +18,14 @@ _CHANGE = ("as_drawn", "one_by_one", "longest_first", "sampler", "static", "bags
 @dataclass(frozen=True)
 class Verdict:
     """now, taken: what was compared; equal where nothing is better. text: a sentence, for somebody who has read nothing
-    else. speedup: how many times as fast as now; 1: equal. low, high: the range of speedup, given the draw of data (two
-    standard errors) and the uncertainty of gamma and the cluster; None where only one step was simulated, which tells
-    nothing of the draw.
-    """
+    else. speed_up: how many times as fast as now; 1: equal. low, high: its range, given the draw of data (two standard
+    errors) and the uncertainty of gamma and the cluster; None where only one step was simulated, which tells nothing of
+    the draw."""
 
     now: Result
     taken: Result
     text: str
-    speedup: float = 1.0
+    speed_up: float = 1.0
     low: float | None = 1.0
     high: float | None = 1.0
 
@@ -49,28 +48,28 @@ def decide(results: Sequence[Result], now: Result, draw: Draw, job: str) -> Verd
     name = taken.alternative.advice or taken.alternative.name
     if now.problem is not None:
         return Verdict(now, taken, f"Take {name} for {job}: {what} does not fit ({now.problem}).")
-    speedup, error = gain(taken, now)
+    speed_up, error = gain(taken, now)
     num_steps = len(draw.batches)
     is_known = num_steps > 1  # of one step error is NaN
     few = "" if is_known else " One step is too few to say how sure that is."
-    if speedup >= 1 + WORTH and speedup - 2 * error <= 1:
-        span = f"{speedup:.2f} times as fast as {what}, give or take {2 * error:.2f}"
+    if speed_up >= 1 + WORTH and speed_up - 2 * error <= 1:
+        span = f"{speed_up:.2f} times as fast as {what}, give or take {2 * error:.2f}"
         text = f"Not known for {job}: {name} is {span}, over {num_steps} steps; more steps would tell (--steps)."
         return Verdict(now, now, text)
-    if taken is now or speedup < 1 + WORTH:
+    if taken is now or speed_up < 1 + WORTH:
         worth = f"no alternative that trains on the same samples is {WORTH:.0%} faster than {what}"
         one = 1.0 if is_known else None
         return Verdict(now, now, f"Not worth it for {job}: {worth}.{few}", 1.0, one, one)
     low = high = None
     if is_known:
-        seen = [speedup - 2 * error, speedup + 2 * error, *_elsewhere(taken.alternative, now.alternative, draw)]
+        seen = [speed_up - 2 * error, speed_up + 2 * error, *_elsewhere(taken.alternative, now.alternative, draw)]
         low, high = min(seen), max(seen)
     span = f" ({low:.2f} to {high:.2f})" if is_known else ""
     text = (
-        f"Take {name}: training {job} is then {speedup:.2f} times as fast as with {what}{span}, {1 - 1 / speedup:.0%} "
-        f"fewer GPU-hours.{few}"
+        f"Take {name}: training {job} is then {speed_up:.2f} times as fast as with {what}{span}, "
+        f"{1 - 1 / speed_up:.0%} fewer GPU-hours.{few}"
     )
-    return Verdict(now, taken, text, speedup, low, high)
+    return Verdict(now, taken, text, speed_up, low, high)
 
 
 def _rank(result: Result) -> int | None:

@@ -35,7 +35,7 @@ _KEYS = {"ranks": "num_ranks:,", "topology": "topology:"}
 _POINT = {
     "step s": "total_s:.3f", "speed-up": "speed_up:.2f", "compute": "compute_s:.3f", "exchange": "exchange_s:.3f",
     "rest": "rest_s:.3f", "efficiency": "efficiency:.1%", "HFU": "hfu:.1%", "WIR": "wir:.2f:inf",
-    "peak": "max_tokens_per_rank:,.0f", "GB": "sent_gb:",
+    "peak": "max_tokens:,.0f", "GB": "sent_gb:",
 }  # fmt: skip
 
 
@@ -78,10 +78,8 @@ def run(args: argparse.Namespace) -> None:
     if args.topology is None:
         raise ArgumentError("--topology: got none, expected bags of ranks such as g8n4, or auto")
     planning = _planning(args)
-    draws = [
-        Draw(planning, Source(args, asked).batches(args.micro_batches or 1), max_tokens=args.max_tokens_per_rank)
-        for asked in args.ranks
-    ]
+    limit, count = args.max_tokens_per_rank, args.micro_batches or 1
+    draws = [Draw(planning, Source(args, ranks).batches(count), max_tokens_per_rank=limit) for ranks in args.ranks]
     for draw in draws:
         for topology in args.topology:
             if topology != "auto":
@@ -106,7 +104,7 @@ def run(args: argparse.Namespace) -> None:
         options = ("micro_batches", "max_tokens_per_rank", "seed")
         write_json(args.predictions, {
             "format": "knapformer.prediction",
-            "version": 3,
+            "version": 4,
             "mix": None if args.data is None else str(DataMix.parse(args.data)),
             "d_model": planning.d_model,
             "gamma": planning.gamma,
@@ -217,7 +215,6 @@ def _row_of(point: Mapping[str, Any], unbalanced_s: float) -> dict[str, Any]:
         **point,
         "topology": f"  {PLANNED_STEP}" if is_whole else point["topology"],
         "speed_up": unbalanced_s / point["total_s"],
-        "compute_s": point["token_s"] + point["attention_s"],
         "rest_s": point["route_s"] + point["fsdp_s"] + point["host_s"] + point["fixed_s"],
         "sent_gb": f"{(sent - between) / gb_of_all_ranks:.2f}/{between / gb_of_all_ranks:.2f}",
     }

@@ -27,7 +27,7 @@ _DEFAULT_MODELS = {"cuda": "flux", "cpu": "flux-narrow"}
 _COLUMNS = {
     "balancer": "name::none", "WIR": "wir:.2f:inf", "measured": "measured_wir:.2f:inf", "FBL": "fbl_s:.3f",
     "compute": "compute_s:.3f", "exchange": "exchange_s:.3f", "route": "route_s:.3f", "FSDP": "fsdp_s:.3f",
-    "peak": "max_tokens_per_rank:,", "GB": "exchanged_gb:.2f", "FSDP GB": "fsdp_gb:.1f", "TPS": "tokens_per_s:,.0f",
+    "peak": "max_tokens:,", "GB": "exchanged_gb:.2f", "FSDP GB": "fsdp_gb:.1f", "TPS": "tokens_per_s:,.0f",
     "speed-up": "speed_up:.2f", "corr.": "correlation:.3f", "spread": "spread:.1%",
 }  # fmt: skip
 
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> None:
     num_ranks, planning = len(lens[0]), replace(planning, model=model)
     write_json(args.json, {
         "format": "knapformer.replay",
-        "version": 2,
+        "version": 3,
         "model": config.to_dict(),
         "dtype": dtype,
         "num_ranks": num_ranks,
@@ -125,7 +125,6 @@ def run(args: argparse.Namespace) -> None:
 def _row(of: dict[str, Any], baseline_s: float) -> dict[str, Any]:
     return {
         **of,
-        "compute_s": of["token_s"] + of["attention_s"],
         "exchanged_gb": of["exchanged_bytes"] / 1e9,
         "fsdp_gb": of["fsdp_bytes"] / 1e9,
         "speed_up": baseline_s / of["fbl_s"],
@@ -137,7 +136,7 @@ def _ways(args: argparse.Namespace, config: ModelConfig, planning: Planning) -> 
     if args.topology is None:
         raise ArgumentError("--topology: got none, expected bags of ranks such as g8n4")
     batches = Source(args, args.ranks).batches(args.micro_batches or 1, config.planned_tokens)
-    draw = Draw(planning, batches, max_tokens=args.max_tokens_per_rank)
+    draw = Draw(planning, batches, max_tokens_per_rank=args.max_tokens_per_rank)
     topologies = dict.fromkeys(str(Topology(text, draw.num_ranks)) for text in args.topology)
     ways = usual_ways(draw, topologies, args.micro_batches is not None)
     if not all(plan.num_tokens for step in ways[NO_BALANCER] for plan in step.plans):

@@ -139,7 +139,7 @@ class Variant:
         of_steps = [step.figures["total_s"] for step in steps]
         return {
             **measured(self.name, steps, of_steps, model, peak_tflops),
-            **{term: mean[term] for term in (*StepTime.labels(), "fsdp_bytes")},
+            **{term: mean[term] for term in (*StepTime.labels(), "compute_s", "fsdp_bytes")},
             "slowest_rank_s": math.fsum(max(of) for of in seconds) / len(steps),
             "measured_wir": number_or_none(statistics.fmean(_max_over_min(of) for of in busy_seconds)),
             "exchanged_bytes": mean["route_bytes"] + mean["attention_bytes"],

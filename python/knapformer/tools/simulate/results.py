@@ -120,7 +120,7 @@ def report(
         "mode": model.mode, "shard_ranks": model.shard_ranks, "cluster": planning.cluster.to_dict(),
     }  # fmt: skip
     write_json(args.json, {
-        "format": "knapformer-simulation/2", "settings": settings,
+        "format": "knapformer-simulation/3", "settings": settings,
         "data_codes": None if simulation.mix is None else str(simulation.mix), **on, "gamma": planning.gamma,
         "variants": of_variants, "summary": summary,
     })  # fmt: skip
@@ -139,7 +139,7 @@ def report(
 _COLUMNS_WIR = {"balancer": "name:", "WIR": "wir:.2f:inf"}
 _COLUMNS = {
     "FBL s": "fbl_s:.3f", "TPS": "tokens_per_s:,.0f", "speed-up": "speed_up:.2f", "promised": "promised_speed_up:.2f",
-    "tokens moved": "tokens_moved:.0%", "peak tokens": "max_tokens_per_rank:,", "predicted s": "predicted_s:.3f",
+    "tokens moved": "tokens_moved:.0%", "peak tokens": "max_tokens:,", "predicted s": "predicted_s:.3f",
     "HFU": "hfu:.1%",
 }  # fmt: skip
 _LEGEND = (

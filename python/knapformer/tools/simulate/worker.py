@@ -73,10 +73,10 @@ def simulate(simulation: Simulation, device: torch.device) -> None:
     report(simulation, ran, variants, math.sqrt(torch.finfo(dtype).eps), on)
 
 
-def balancer_of(simulation: Simulation, topology: str, max_tokens: int = 0) -> SequenceBalancer:
+def balancer_of(simulation: Simulation, topology: str, max_tokens_per_rank: int = 0) -> SequenceBalancer:
     """Plans as the simulation does. Collective over the world."""
     of = simulation.planning
-    return SequenceBalancer(topology, of, solver=of.solver, max_tokens_per_rank=max_tokens)
+    return SequenceBalancer(topology, of, solver=of.solver, max_tokens_per_rank=max_tokens_per_rank)
 
 
 Batches = list[tuple[Any, torch.Tensor]]  # of each micro-batch, with its target
