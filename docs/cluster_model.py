@@ -160,7 +160,7 @@ def constants_table() -> str:
     flops, rate = published["flops_per_s"] / 1e12, published["node_bytes_per_s"] / 1e9
     shown = (
         ("compute", f"{flops:.0f} TFLOP/s", "sustained by a rank over whole blocks, attention's FLOPs times gamma"),
-        ("exchange", f"{rate:.1f} GB/s", "sent by a rank in attention's all-to-alls inside its node, packing included"),
+        ("exchange", f"{rate:.0f} GB/s", "sent by a rank in attention's all-to-alls inside its node, packing included"),
         (
             "host",
             f"{published['host_s_per_piece'] * 1e6:.2f} us",

@@ -101,6 +101,15 @@ def wirs(log: Log, name: str) -> list[float]:
     return [statistics.mean(max(ranks) / min(ranks) for ranks in entry[name]["work"]) for entry in log]
 
 
+def slowest(log: Log, name: str) -> float:
+    """Planned work of the slowest rank of each micro-batch, added up."""
+    return sum(max(ranks) for entry in log for ranks in entry[name]["work"])
+
+
+def most_tokens(log: Log, name: str) -> int:
+    return max(max(ranks) for entry in log for ranks in entry[name]["tokens"])
+
+
 def results(log: Log, log_fp64: Log, sampler: Log, before: Log, resumed: Log) -> dict[str, Any]:
     balanced, plain = losses(log, "balanced"), losses(log, "not balanced")
     first_resumed = next(i for i, (a, b) in enumerate(zip(before, resumed, strict=False)) if a != b)
@@ -124,6 +133,8 @@ def results(log: Log, log_fp64: Log, sampler: Log, before: Log, resumed: Log) ->
             ),
             "mean_wir_before": statistics.mean(wirs(sampler, "not balanced")),
             "mean_wir_after": statistics.mean(wirs(sampler, "balanced")),
+            "work_of_slowest_before_over_after": slowest(sampler, "not balanced") / slowest(sampler, "balanced"),
+            "most_tokens": {name: most_tokens(sampler, name) for name in ("not balanced", "balanced")},
             "times": {name: times(sampler, name) for name in ("not balanced", "balanced")},
         },
         "num_timed_steps": len(log) - NUM_WARMUP,
