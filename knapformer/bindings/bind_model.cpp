@@ -33,6 +33,8 @@ void bind_masks(py::module_& m) {
 }
 
 void bind_topology(py::module_& m) {
+  m.def("nested_topology",
+        [](int32_t bag_ranks, int32_t num_bags) { return Topology::nested(bag_ranks, num_bags).str(); });
   py::class_<Topology>(m, "Topology", "Ranks cut into bags, written like 'g1n2+g2n1+g4n1' (nested bags: 'g8/4/2/1n4').")
       .def(py::init([](const py::object& text_form, const py::object& num_ranks) {
              const std::string topology = text_from(text_form, "topology");

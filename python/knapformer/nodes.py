@@ -7,7 +7,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from knapformer._core import ArgumentError
+from knapformer._core import ArgumentError, nested_topology
 from knapformer.groups import accelerator_backends
 
 # The environment variables by which launchers say how many ranks there are, how many on this node, and, where they may
@@ -73,8 +73,4 @@ def node_topology(group: dist.ProcessGroup | None = None) -> str:
             f"topology: got none, for ranks on the nodes {nodes} ({per_node} ranks a node), expected equally many "
             "on each node, one after another, or a topology"
         )
-    degrees = [on_first]
-    while degrees[-1] > 1:
-        smallest_factor = next(factor for factor in range(2, degrees[-1] + 1) if degrees[-1] % factor == 0)
-        degrees.append(degrees[-1] // smallest_factor)
-    return f"g{'/'.join(map(str, degrees))}n{len(nodes) // on_first}"
+    return nested_topology(on_first, len(nodes) // on_first)

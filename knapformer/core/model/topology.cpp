@@ -89,6 +89,17 @@ Topology Topology::parse(std::string_view text, int64_t num_ranks) {
   return topology;
 }
 
+Topology Topology::nested(int32_t bag_ranks, int32_t num_bags) {
+  std::string degrees = text('g', bag_ranks);
+  for (int32_t degree = bag_ranks; degree > 1;) {
+    int32_t prime = 2;  // the smallest each time: this gives the most degrees that divide each other
+    while (degree % prime != 0) ++prime;
+    degree /= prime;
+    degrees += text('/', degree);
+  }
+  return parse(text(degrees, 'n', num_bags));
+}
+
 void Topology::repeat(int32_t num_replicas) {
   num_replicas_ = num_replicas;
   bags_.clear();

@@ -48,6 +48,8 @@ class Topology {
   static Topology parse(std::string_view text);
   /// Repeated over `num_ranks` ranks. Throws ArgumentError where `num_ranks` is no multiple of the topology's ranks.
   static Topology parse(std::string_view text, int64_t num_ranks);
+  /// `num_bags` bags of `bag_ranks` ranks, nested with as many degrees as nest, down to 1: "g8/4/2/1n4".
+  static Topology nested(int32_t bag_ranks, int32_t num_bags);
 
   /// The canonical text of one replica: terms of equal shape are joined, small bags come first.
   std::string str() const;

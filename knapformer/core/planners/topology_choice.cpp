@@ -47,15 +47,7 @@ std::vector<Candidate> candidates(int32_t num_ranks, int32_t ranks_per_node, int
     if (num_ranks % size != 0 || !tiles_nodes) continue;
     out.push_back({.option = {.topology = text('g', size, 'n', num_ranks / size)}, .bag_ranks = size});
     if (size == 1 || !may_nest) continue;
-    // Divides by the smallest prime each time, down to 1: this gives the most degrees that divide each other.
-    std::string nested = text('g', size);
-    for (int32_t degree = size; degree > 1;) {
-      int32_t prime = 2;
-      while (degree % prime != 0) ++prime;
-      degree /= prime;
-      nested += text('/', degree);
-    }
-    nested += text('n', num_ranks / size);
+    const std::string nested = Topology::nested(size, num_ranks / size).str();
     out.push_back({.option = {.topology = nested}, .bag_ranks = size, .nested = true});
   }
   return out;
@@ -79,6 +71,40 @@ std::string reason_for(const Candidate& candidate, double exchange, double fsdp,
               " to waiting");
 }
 
+/// Plans all batches with the candidate's topology, and fills in what its plans are predicted to do.
+void predict(Candidate& candidate, std::span<const PlanInput> batches, std::string_view solver) {
+  TopologyOption& option = candidate.option;
+  double exchange = 0, fsdp = 0, ideal_s = 0, longest_s = 0;
+  const double weight = 1.0 / static_cast<double>(batches.size());
+  for (const PlanInput& batch : batches) {
+    PlanInput input = batch;
+    input.topology = Topology::parse(option.topology, batch.seq_lens.num_ranks());
+    input.validate();
+    const MicroBatchPlan plan = plan_micro_batch(std::move(input), solver);
+    const StepTime time = predict_micro_batch(plan);
+    option.predicted_time_s += weight * time.total_s();
+    for (const Placement& place : plan.placements())
+      candidate.max_degree = std::max(candidate.max_degree, place.degree);
+    option.efficiency_loss += weight * time.over_ideal();
+    if (time.ideal_step_s() > 0) {
+      exchange += weight * (time.exchange_s + time.route_s) / time.ideal_step_s();
+      fsdp += weight * time.fsdp_s / time.ideal_step_s();
+    }
+    if (plan.num_tokens() > 0) {
+      const auto num_tokens = static_cast<double>(plan.num_tokens());
+      option.exchanged_fraction += weight * plan.attention_tokens_moved() / num_tokens;
+      option.max_tokens_over_mean +=
+          weight * static_cast<double>(plan.max_tokens()) * batch.seq_lens.num_ranks() / num_tokens;
+    }
+    ideal_s = std::max(ideal_s, time.ideal_s);
+    const BlockRates rates(plan.input());
+    for (int32_t s = 0; s < plan.num_sequences(); ++s) {
+      longest_s = std::max(longest_s, plan.input().model.num_blocks * rates.work_s(plan.input(), SequenceId(s)));
+    }
+  }
+  option.reason = reason_for(candidate, exchange, fsdp, ideal_s, longest_s);
+}
+
 }  // namespace
 
 std::vector<TopologyOption> rank_topologies(std::span<const PlanInput> batches, std::string_view solver) {
@@ -99,43 +125,14 @@ std::vector<TopologyOption> rank_topologies(std::span<const PlanInput> batches, 
   const int64_t max_size = max_bag_ranks(batches, std::min(cluster.ranks_per_node, num_ranks));
   std::vector<Candidate> ranked = candidates(num_ranks, cluster.ranks_per_node, max_size, may_nest);
   for (Candidate& candidate : ranked) {
-    TopologyOption& option = candidate.option;
-    double exchange = 0, fsdp = 0, ideal_s = 0, longest_s = 0;
-    const double weight = 1.0 / static_cast<double>(batches.size());
-    for (const PlanInput& batch : batches) {
-      PlanInput input = batch;
-      input.topology = Topology::parse(option.topology, num_ranks);
-      input.validate();
-      try {
-        const MicroBatchPlan plan = plan_micro_batch(std::move(input), solver);
-        const StepTime time = predict_micro_batch(plan);
-        option.predicted_time_s += weight * time.total_s();
-        for (const Placement& place : plan.placements())
-          candidate.max_degree = std::max(candidate.max_degree, place.degree);
-        option.efficiency_loss += weight * time.over_ideal();
-        if (time.ideal_step_s() > 0) {
-          exchange += weight * (time.exchange_s + time.route_s) / time.ideal_step_s();
-          fsdp += weight * time.fsdp_s / time.ideal_step_s();
-        }
-        if (plan.num_tokens() > 0) {
-          option.exchanged_fraction += weight * plan.attention_tokens_moved() / static_cast<double>(plan.num_tokens());
-          option.max_tokens_over_mean +=
-              weight * static_cast<double>(plan.max_tokens()) * num_ranks / static_cast<double>(plan.num_tokens());
-        }
-        ideal_s = std::max(ideal_s, time.ideal_s);
-        const BlockRates rates(plan.input());
-        for (int32_t s = 0; s < plan.num_sequences(); ++s) {
-          longest_s = std::max(longest_s, plan.input().model.num_blocks * rates.work_s(plan.input(), SequenceId(s)));
-        }
-      } catch (const TokenLimitError& error) {
-        option = {.topology = option.topology,
-                  .predicted_time_s = kInfinity,
-                  .efficiency_loss = kInfinity,
-                  .reason = error.what()};
-        break;
-      }
+    try {
+      predict(candidate, batches, solver);
+    } catch (const TokenLimitError& error) {
+      candidate.option = {.topology = candidate.option.topology,
+                          .predicted_time_s = kInfinity,
+                          .efficiency_loss = kInfinity,
+                          .reason = error.what()};
     }
-    if (option.reason.empty()) option.reason = reason_for(candidate, exchange, fsdp, ideal_s, longest_s);
   }
   // Nested bags of several nodes whose sequences all stay inside a node are those of the nodes.
   std::erase_if(ranked, [&](const Candidate& of) {

@@ -357,15 +357,19 @@ def _gradients_on_cpu(
         outs.append(kernel(*own, 0.0, False) if _attends(own[1:]) else [torch.zeros_like(of) for of in own[1:4]])
     of_heads = (_packed(list(of)) for of in zip(*outs, strict=True))
     # Grouped heads of keys and values were repeated.
-    return tuple(of.unflatten(1, (like.shape[1], -1)).sum(2) for of, like in zip(of_heads, (q, k, v), strict=True))
+    return tuple(
+        of if of.shape == like.shape else of.unflatten(1, (like.shape[1], -1)).sum(2)
+        for of, like in zip(of_heads, (q, k, v), strict=True)
+    )
 
 
 def _heads_of_sequences(pairing: Pairing, num_heads: int, *tensors: tuple[Tensor, int]) -> Iterator[tuple[Tensor, ...]]:
     """Of each sequence, (1, num_heads, rows, ...) of the tensors, which have rows of queries (0) or of keys (1)."""
     parts = []
     for tensor, of in tensors:
-        by_head = tensor.repeat_interleave(num_heads // tensor.shape[1], 1).transpose(0, 1).unsqueeze(0)
-        parts.append(by_head.split(pairing.lens[of], 2))
+        repeats = num_heads // tensor.shape[1]
+        by_head = tensor if repeats == 1 else tensor.repeat_interleave(repeats, 1)
+        parts.append(by_head.transpose(0, 1).unsqueeze(0).split(pairing.lens[of], 2))
     return zip(*parts, strict=True)
 
 
@@ -375,4 +379,5 @@ def _attends(own: Sequence[Tensor]) -> bool:
 
 
 def _packed(parts: list[Tensor]) -> Tensor:
-    return torch.cat(parts, 2).squeeze(0).transpose(0, 1)
+    whole = torch.cat(parts, 2) if len(parts) > 1 else parts[0]
+    return whole.squeeze(0).transpose(0, 1)

@@ -198,14 +198,14 @@ def heads_text(draw: Draw, plan: Plan) -> str:
         parts = " x ".join(f"{count} parts of its {what}" for count, what in cut if count > 1)
         uneven = f" (the busiest of them computes {more:.0%} more attention than the mean)" if more else ""
         cuts.append(f"{degree} ranks share a sequence by {parts}{uneven}")
+    text = f"With {model.num_heads} heads, {', '.join(cuts)}."
+    if all(model.num_heads % degree == 0 for degree in degrees):
+        return text
     even = replace(draw.planning, model=model.replace(num_heads=0, num_kv_heads=0))
     way = planned_whole(str(plan.topology), routed=model.routed)
     step = next(way(replace(draw, planning=even, batches=draw.batches[:1])))
     ratio = plan.predicted_time / math.fsum(of.predicted_time for of in step.plans)
-    return (
-        f"With {model.num_heads} heads, {', '.join(cuts)}. The step takes {ratio:.3f} times as long as with heads that "
-        "divide evenly."
-    )
+    return f"{text} The step takes {ratio:.3f} times as long as with heads that divide evenly."
 
 
 def means(steps: Sequence[Step], peak_tflops: float | None) -> dict[str, Any]:

@@ -43,6 +43,9 @@ TEST(Topology, NestedBagsHaveAscendingDegrees) {
   EXPECT_FALSE(topology.is_flat());
   EXPECT_EQ(topology.shapes()[0].degrees, (std::vector<int32_t>{1, 2, 4, 8}));
   EXPECT_TRUE(Topology::parse("g8n4").is_flat());
+  EXPECT_EQ(Topology::nested(8, 4), topology);
+  EXPECT_EQ(Topology::nested(12, 1).str(), "g12/6/3/1n1");
+  EXPECT_EQ(Topology::nested(1, 3).str(), "g1n3");
 }
 
 TEST(Topology, WithinHasTheSameRanksInSmallerBags) {
