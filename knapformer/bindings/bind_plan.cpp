@@ -39,10 +39,10 @@ auto per_sequence(Field field) {
 }
 
 /// By degree, a number of how attention is cut.
-auto by_degree(int32_t QueryCut::*number) {
+auto by_degree(int32_t AttentionCut::*number) {
   return [number](const Plan& step) {
     std::map<int32_t, int32_t> numbers;
-    for (const QueryCut& cut : step.input().sequences.query_cuts) numbers[cut.degree] = cut.*number;
+    for (const AttentionCut& cut : step.input().sequences.attention_cuts) numbers[cut.degree] = cut.*number;
     return numbers;
   };
 }
@@ -219,9 +219,9 @@ void bind_plan(py::module_& m) {
   property("query_parts",
            "By degree, into how many parts the ranks that share a sequence cut its queries. Empty: they cut heads "
            "alone.",
-           by_degree(&QueryCut::num_parts));
+           by_degree(&AttentionCut::num_parts));
   property("stages", "By degree, in how many stages keys and values travel, all but the first while attention runs.",
-           by_degree(&QueryCut::num_stages));
+           by_degree(&AttentionCut::num_stages));
   property("parts_of_sequence",
            "Per sequence, the parts into which its ranks cut its queries, in rank order: tuples (first "
            "query, queries, first key, keys, pairs).",
@@ -246,6 +246,8 @@ void bind_plan(py::module_& m) {
   property("max_over_mean_after", "The same under the plan.",
            [](const Plan& p) { return balance_after(p).max_over_mean(); });
   property("max_tokens", "Tokens of the fullest rank of any micro-batch.", &Plan::max_tokens);
+  property("max_tokens_per_rank", "The limit of them, as given or by default; 0: none.",
+           [](const Plan& p) { return p.input().sequences.max_tokens_per_rank; });
   property("tokens_moved", "Tokens held by another rank than their home.", &Plan::tokens_moved);
   property("attention_tokens_moved", "Tokens that leave their rank in each all-to-all of an attention.",
            &Plan::attention_tokens_moved);

@@ -7,8 +7,8 @@
 #include "knapformer/core/model/mask.h"
 #include "knapformer/core/plan/heads.h"
 #include "knapformer/core/planners/planner.h"
-#include "knapformer/core/planners/topology_choice.h"
 #include "knapformer/core/planners/whole_step/micro_batches.h"
+#include "knapformer/core/planners/whole_step/topology_choice.h"
 #include "knapformer/core/util/error.h"
 
 namespace py = pybind11;

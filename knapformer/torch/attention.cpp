@@ -221,7 +221,7 @@ at::Tensor SharedAttention::run(const at::Tensor& q, const at::Tensor& k, const 
       next();  // which has come
       while (const std::optional<KeyStage> stage = next()) late[level].insert(late[level].end(), {stage->k, stage->v});
     }
-    // Of whose sequences this rank has no queries, the kernel sees them all the same: each comes in its place.
+    // The kernel also sees sequences of which this rank has no queries, each in its place.
     if (tables.levels[level].sequences.empty()) continue;
     at::Tensor o = attend_level(level, inputs[level], heads, attend);
     if (has_tokens(level)) outputs[level] = std::move(o);

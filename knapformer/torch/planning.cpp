@@ -51,7 +51,8 @@ int64_t hash_of(const MicroBatchPlan& plan) {
   for (const int64_t length : lengths.lens()) add(length);
   for (const Placement& placement : plan.placements()) add(placement.degree);
   for (const Mask& mask : plan.input().masks) add(static_cast<int64_t>(std::hash<std::string>()(mask.str())));
-  for (const QueryCut& cut : plan.input().query_cuts) add(cut.num_parts * QueryCut::kMaxStages + cut.num_stages);
+  for (const AttentionCut& cut : plan.input().attention_cuts)
+    add(cut.num_parts * AttentionCut::kMaxStages + cut.num_stages);
   for (const Chunk& chunk : plan.chunks()) {
     add(chunk.rank.value);
     add(chunk.num_tokens);

@@ -140,7 +140,7 @@ struct PlannedStep {
 };
 
 struct Planned {
-  // A plan or a refusal; none where lengths have to be gathered once more.
+  // Either is set, unless lengths have to be gathered once more.
   std::shared_ptr<PlannedStep> step = {};
   std::optional<ArgumentError> refused = {};  // no plan can be made, on any rank
   std::optional<StateError> failed = {};      // a rank has no data to plan for

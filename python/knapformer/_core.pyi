@@ -112,6 +112,7 @@ class Plan:
     max_over_mean_before: Final[float]
     max_over_mean_after: Final[float]
     max_tokens: Final[int]
+    max_tokens_per_rank: Final[int]
     tokens_moved: Final[int]
     attention_tokens_moved: Final[float]
     predicted_time: Final[float]

@@ -91,7 +91,7 @@ class Cases {
   }
 
   /// Cuts the queries of each degree in some way, and gives all sequences a mask, or each its own.
-  void cut_queries(PlanInput& input) {
+  void cut_attention(PlanInput& input) {
     std::vector<Mask> masks;
     const bool is_mixed = integer(0, 1) == 1;
     for (const int64_t length : input.seq_lens.lens())
@@ -101,7 +101,7 @@ class Cases {
       auto parts = static_cast<int32_t>(integer(1, degree));
       while (degree % parts != 0) --parts;
       const bool may_stage = parts > 1 && input.masks.empty();
-      input.query_cuts.push_back(
+      input.attention_cuts.push_back(
           {.degree = degree, .num_parts = parts, .num_stages = may_stage ? static_cast<int32_t>(integer(1, 3)) : 1});
     }
   }

@@ -22,8 +22,8 @@ struct AttentionCase {
   int32_t num_ranks = 1;
   int64_t num_heads = 8, num_kv_heads = 8;
   ExchangeEngine engine = ExchangeEngine::kCpu;
-  const char* mask = "";            // where ranks share queries, too: that of all sequences
-  std::vector<QueryCut> cuts = {};  // in place of the planner's
+  const char* mask = "";                // where ranks share queries, too: that of all sequences
+  std::vector<AttentionCut> cuts = {};  // in place of the planner's
 
   bool cuts_queries() const { return *mask != 0; }
   TrainedModel model() const {
@@ -206,7 +206,7 @@ TEST_P(NestedAttention, IsThatOfWholeSequences) {
                                                          .fixed_s = 0,
                                                          .overlaps_attention = false},
                                              .model = setup.model(),
-                                             .query_cuts = setup.cuts},
+                                             .attention_cuts = setup.cuts},
                                     .mask = setup.mask_of(),
                                     .engine = setup.engine};
       const auto own = lens.lens(Rank(rank));
@@ -237,7 +237,7 @@ TEST(NestedAttentionOfFewTokens, IncludesRanksWithoutAny) {
     InProcessWorld world(setup.num_ranks);
     BalancerOptions with_cuts = options;
     with_cuts.plan.model = setup.model();
-    with_cuts.plan.query_cuts = setup.cuts;
+    with_cuts.plan.attention_cuts = setup.cuts;
     for (const std::vector<int64_t>& lens : {std::vector<int64_t>{2}, {1, 1, 60}}) {
       world.run_all([&](int32_t rank) {
         check_rank(world, rank, setup, rank == 2 ? lens : std::vector<int64_t>{}, with_cuts, met);

@@ -31,8 +31,8 @@ struct Offer {
 Traffic counted(const PlanInput& input, const AttentionShares& shares, Rank first_rank, int32_t degree, bool may_hide) {
   const SentRows rows = sent_range(input.cluster, shares, first_rank, degree).min;
   if (may_hide) return rows.after;
-  const QueryCut cut = input.query_cut(degree);
-  const bool sees_all = cut.num_parts == 1 || (cut.num_stages == 1 && input.masks.empty());
+  const AttentionCut cut = input.attention_cut(degree);
+  const bool sees_all = cut.num_parts == 1 || (cut.num_stages == 1 && input.attention_pairs.empty());
   return sees_all ? rows.sum() : rows.after * 2;
 }
 
@@ -73,8 +73,8 @@ double link_lower_bound_s(const PlanInput& input, const Topology& topology, int3
   const auto [total_speed, min_speed] = input.group_speed(Rank(replica * num_ranks), num_ranks);
 
   // A sequence may take an offer where (work + exchange, in seconds of a rank of speed 1) <= T * the offer's speed, for
-  // the T of the longest micro-batch. As T falls, the sequence goes from one offer to a dearer one, at thresholds that
-  // follow from the sequence alone.
+  // the T of the longest micro-batch. As T falls, the sequence moves to dearer offers, at thresholds that depend on it
+  // alone.
   const BlockRates rates(input);
   const auto cost_s = [&, min_speed = min_speed](SequenceId id, const Offer& offer) {
     return rates.work_s(input, id) +

@@ -167,9 +167,9 @@ Json json_of(const MicroBatchPlan& plan) {
     json["masks"] = Json::array();
     for (const Mask& mask : plan.input().masks) json["masks"].push_back(mask.str());
   }
-  json["query_cuts"] = Json::array();
-  for (const QueryCut& cut : plan.input().query_cuts)
-    json["query_cuts"].push_back({cut.degree, cut.num_parts, cut.num_stages});
+  json["attention_cuts"] = Json::array();
+  for (const AttentionCut& cut : plan.input().attention_cuts)
+    json["attention_cuts"].push_back({cut.degree, cut.num_parts, cut.num_stages});
   if (!plan.input().given_work.empty() || plan.input().token_part != 1) {
     json["work"] = plan.input().given_work;
     json["token_part"] = plan.input().token_part;
@@ -219,14 +219,19 @@ MicroBatchPlan plan_of(const Json& json) {
   if (json.contains("masks")) {
     for (const auto& mask : field_of<std::vector<std::string>>(json, "masks")) input.masks.push_back(Mask::parse(mask));
   }
-  if (json.contains("query_cuts")) {
-    for (const auto& cut : field_of<std::vector<std::vector<int32_t>>>(json, "query_cuts")) {
+  if (json.contains("attention_cuts")) {
+    for (const auto& cut : field_of<std::vector<std::vector<int32_t>>>(json, "attention_cuts")) {
       if (cut.size() != 3)
-        throw_argument("plan", text("'query_cuts' with ", cut.size(), " numbers"), "3: ranks, parts, stages");
-      input.query_cuts.push_back({.degree = cut[0], .num_parts = cut[1], .num_stages = cut[2]});
+        throw_argument("plan", text("'attention_cuts' with ", cut.size(), " numbers"), "3: ranks, parts, stages");
+      input.attention_cuts.push_back({.degree = cut[0], .num_parts = cut[1], .num_stages = cut[2]});
     }
   }
   input.validate();
+  for (size_t s = 0; s < input.masks.size(); ++s) {
+    const int64_t got = input.attention_pairs[s], pairs = input.masks[s].pairs(input.seq_lens.lens()[s]);
+    if (got != pairs)
+      throw_argument("plan", text(got, " 'attention_pairs' for mask '", input.masks[s].str(), "'"), text(pairs));
+  }
   const auto num_sequences = static_cast<size_t>(input.seq_lens.num_sequences());
   const auto bags = per_sequence<int32_t>(json, "bag_of_sequence", num_sequences);
   const auto first_ranks = per_sequence<int32_t>(json, "first_rank_of_sequence", num_sequences);

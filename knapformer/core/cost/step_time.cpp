@@ -50,7 +50,7 @@ std::vector<RankLoad> loads_of(const MicroBatchPlan& plan) {
     const Placement& place = plan.placement(id);
     const Rank home = plan.seq_lens().home_of(id);
     const double pairs = plan.input().pairs_of(id);
-    const QueryCut cut = plan.input().query_cut(place.degree);
+    const AttentionCut cut = plan.input().attention_cut(place.degree);
     const std::vector<QueryPart> parts = place.degree > 1 ? plan.query_parts(id) : std::vector<QueryPart>();
     for (const Chunk& chunk : plan.chunks(id)) {
       RankLoad& load = loads[chunk.rank.index()];

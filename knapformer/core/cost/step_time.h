@@ -52,7 +52,7 @@ SentColumns sent_columns(const Cluster& cluster, const AttentionShares& shares, 
                          int32_t degree, int32_t query_part);
 
 /// What a rank sends for each token of a shared sequence: before attention (q, k and v) and after it (the output), in
-/// widths of the model. As if each part of the queries lay on the ranks that compute it and saw all keys.
+/// widths of the model. Assumes that each part of the queries lies where it is computed, and sees all keys.
 struct SentRows {
   Traffic before, after;
 

@@ -58,7 +58,7 @@ std::optional<LoadMeasurement> LoadObserver::add(std::span<const LoadMeasurement
   std::ranges::sort(rates);
   if (!rates.empty()) {
     const auto median = rates.begin() + std::ssize(rates) / 2;
-    // Of two the one nearer to the last; at first the faster, as first steps are slow.
+    // Of two medians the one nearer the last; at first the faster: first steps are slow.
     const double near = recent_rates_.size() < kStepsCompared ? kMaxMagnitude : usual_rate_;
     usual_rate_ = std::clamp(near, *(std::ssize(rates) % 2 == 0 ? median - 1 : median), *median);
   }

@@ -1,6 +1,7 @@
 #include "knapformer/core/model/topology.h"
 
 #include <algorithm>
+#include <ranges>
 #include <tuple>
 
 #include "knapformer/core/util/error.h"
@@ -145,6 +146,10 @@ Topology Topology::within(int32_t num_ranks) const {
   smaller.num_ranks_per_replica_ = num_ranks_per_replica_;
   smaller.repeat(num_replicas_);
   return smaller;
+}
+
+int32_t Topology::max_ranks_per_bag() const {
+  return std::ranges::max(shapes_ | std::views::transform(&BagShape::num_ranks_per_bag));
 }
 
 bool Topology::is_flat() const { return std::ranges::all_of(shapes_, &BagShape::is_flat); }

@@ -59,6 +59,7 @@ class Topology {
   int32_t num_replicas() const { return num_replicas_; }
   int32_t num_bags_per_replica() const { return static_cast<int32_t>(bags_.size()) / num_replicas_; }
   bool is_flat() const;
+  int32_t max_ranks_per_bag() const;
   /// The same ranks in the same order, without groups of more than `num_ranks`: each bag becomes its largest groups of
   /// no more. A bag whose groups are all larger stays.
   Topology within(int32_t num_ranks) const;

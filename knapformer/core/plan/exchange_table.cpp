@@ -90,7 +90,7 @@ AttentionLevel make_level(const MicroBatchPlan& plan, const Bag& bag, Rank rank,
   AttentionLevel level;
   level.degree = degree;
   level.index_in_group = index_in_bag % degree;
-  const QueryCut cut = plan.input().query_cut(degree);
+  const AttentionCut cut = plan.input().attention_cut(degree);
   level.query_parts = cut.num_parts;
   level.first_row = first_row;
   LevelRuns queries;

@@ -44,7 +44,7 @@ struct ExchangeEnd {
   std::vector<int64_t> peer_rows;
   /// Whether this end exchanges with each peer only that peer's share of the heads (see above).
   bool heads_shared = false;
-  /// Whether each peer of such an end meets all rows, in order, or none, whatever the plan.
+  /// Whether, in any plan, each peer of a shared end meets all rows in order, or none.
   bool all_rows = false;
   /// Whether some row goes to several peers with the same columns. Where this end receives (in a backward), such rows
   /// add up.

@@ -53,14 +53,14 @@ HeadPartition partition_heads(int64_t num_heads, int64_t num_kv_heads, int32_t d
   return partition;
 }
 
-AttentionShares::AttentionShares(int32_t num_heads, int32_t num_kv_heads, std::span<const QueryCut> cuts)
+AttentionShares::AttentionShares(int32_t num_heads, int32_t num_kv_heads, std::span<const AttentionCut> cuts)
     : num_heads_(num_heads),
       num_kv_heads_(num_kv_heads == 0 ? num_heads : num_kv_heads),
       cuts_(cuts.begin(), cuts.end()) {}
 
-QueryCut QueryCut::of(std::span<const QueryCut> cuts, int32_t degree) {
-  const auto cut = std::ranges::find(cuts, degree, &QueryCut::degree);
-  return cut == cuts.end() ? QueryCut{.degree = degree} : *cut;
+AttentionCut AttentionCut::of(std::span<const AttentionCut> cuts, int32_t degree) {
+  const auto cut = std::ranges::find(cuts, degree, &AttentionCut::degree);
+  return cut == cuts.end() ? AttentionCut{.degree = degree} : *cut;
 }
 
 bool AttentionShares::is_even(int32_t degree) const {

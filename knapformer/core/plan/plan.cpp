@@ -1,6 +1,7 @@
 #include "knapformer/core/plan/plan.h"
 
 #include <algorithm>
+#include <limits>
 
 #include "knapformer/core/util/error.h"
 
@@ -19,6 +20,13 @@ void StepInput::validate() const {
   sequences.validate();
   if (num_micro_batches < 1 || num_micro_batches > kMaxMicroBatches)
     throw_argument("micro_batches", num_micro_batches, text("1 to ", kMaxMicroBatches));
+}
+
+PlanInput StepInput::all_at_once() const {
+  PlanInput all = sequences;
+  const int64_t max = std::numeric_limits<int64_t>::max() / num_micro_batches;
+  all.max_tokens_per_rank = std::min(all.max_tokens_per_rank, max) * num_micro_batches;
+  return all;
 }
 
 std::vector<PlanInput> micro_batch_inputs(const StepInput& input, std::span<const int32_t> micro_batches) {

@@ -34,6 +34,8 @@ struct StepInput {
   static constexpr int32_t kMaxMicroBatches = 1 << 12;
   /// Throws ArgumentError, which names the argument.
   void validate() const;
+  /// The sequences as if they were one micro-batch's, whose ranks may hold as many tokens as in all of them.
+  PlanInput all_at_once() const;
   bool operator==(const StepInput&) const = default;
 };
 

@@ -95,14 +95,14 @@ void PlanInput::validate() const {
   } else {
     check_range("token_part", token_part, 0, 1);
   }
-  for (const QueryCut& cut : query_cuts) {
+  for (const AttentionCut& cut : attention_cuts) {
     if (cut.degree < 1 || cut.num_parts < 1 || cut.degree % cut.num_parts != 0) {
-      throw_argument("query_cuts", text(cut.num_parts, " parts for ", cut.degree, " ranks"), "a divisor of the ranks");
+      throw_argument("attention_cuts", text(cut.num_parts, " parts for ", cut.degree, " ranks"),
+                     "a divisor of the ranks");
     }
-    const bool may_stage = cut.num_parts > 1 && masks.empty();
-    if (cut.num_stages < 1 || cut.num_stages > (may_stage ? QueryCut::kMaxStages : 1)) {
-      throw_argument("query_cuts", text(cut.num_stages, " stages of ", cut.num_parts, " parts"),
-                     text("1, or up to ", QueryCut::kMaxStages, " where queries are cut of full attention"));
+    if (cut.num_stages < 1 || cut.num_stages > max_stages(cut.num_parts)) {
+      throw_argument("attention_cuts", text(cut.num_stages, " stages of ", cut.num_parts, " parts"),
+                     text("1, or up to ", AttentionCut::kMaxStages, " where queries are cut of full attention"));
     }
   }
   if (max_tokens_per_rank < 0)

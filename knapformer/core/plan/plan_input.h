@@ -38,8 +38,8 @@ struct PlanInput {
   /// formula's work.
   std::vector<double> given_work = {};
   double token_part = 1;
-  /// By degree, where queries are cut (AttentionShares): see cut_queries in cost/query_cuts.h.
-  std::vector<QueryCut> query_cuts = {};
+  /// By degree, where queries are cut (AttentionShares): see cut_attention in planners/attention_cuts.h.
+  std::vector<AttentionCut> attention_cuts = {};
 
   /// Sets given_work (by sequence, each from 1 / kMaxMagnitude to kMaxMagnitude), and token_part for these lengths and
   /// width. Throws ArgumentError (argument "work", or "gamma" where it is below 1e-6).
@@ -78,9 +78,13 @@ struct PlanInput {
   };
   GroupSpeed group_speed(Rank first, int32_t num_ranks) const;
   /// How attention is cut that so many ranks share.
-  QueryCut query_cut(int32_t degree) const { return QueryCut::of(query_cuts, degree); }
-  int32_t num_query_parts(int32_t degree) const { return query_cut(degree).num_parts; }
-  AttentionShares attention_shares() const { return {model.num_heads, model.num_kv_heads, query_cuts}; }
+  AttentionCut attention_cut(int32_t degree) const { return AttentionCut::of(attention_cuts, degree); }
+  /// Keys may travel in stages where parts of the queries see all of them.
+  int32_t max_stages(int32_t num_parts) const {
+    return num_parts > 1 && attention_pairs.empty() ? AttentionCut::kMaxStages : 1;
+  }
+  int32_t num_query_parts(int32_t degree) const { return attention_cut(degree).num_parts; }
+  AttentionShares attention_shares() const { return {model.num_heads, model.num_kv_heads, attention_cuts}; }
   /// The sequences at home in a replica: [first, last).
   std::pair<SequenceId, SequenceId> sequences_of(int32_t replica) const;
   /// The same sequences by descending work, ties by id: the order in which planners take them.

@@ -2,11 +2,11 @@
 
 #include <algorithm>
 #include <array>
-#include <numeric>
 
-#include "knapformer/core/cost/query_cuts.h"
+#include "knapformer/core/planners/attention_cuts.h"
 #include "knapformer/core/planners/balanced/solver.h"
 #include "knapformer/core/planners/greedy/greedy.h"
+#include "knapformer/core/planners/token_limit.h"
 
 namespace knapformer {
 namespace {
@@ -31,43 +31,19 @@ int64_t kept_limit(PlanInput input, const Planner& planner, Effort effort, int64
 
 /// Throws for a plan that does not keep its limit. The error names a limit that this planner keeps.
 [[noreturn]] void refuse(const MicroBatchPlan& plan, const Planner& planner, Effort effort) {
-  const int64_t limit = plan.input().max_tokens_per_rank;
-  const Topology& topology = plan.topology();
-  const int32_t num_ranks = topology.num_ranks_per_replica();
-  int64_t max_replica = 0;  // tokens
-  for (int32_t replica = 0; replica < topology.num_replicas(); ++replica) {
-    const auto tokens =
-        plan.tokens_after().subspan(static_cast<size_t>(replica) * static_cast<size_t>(num_ranks), num_ranks);
-    max_replica = std::max(max_replica, std::accumulate(tokens.begin(), tokens.end(), int64_t{0}));
-  }
-  const int64_t longest = std::ranges::max(plan.seq_lens().lens());
-  const int32_t sharing = topology.shapes().back().num_ranks_per_bag();  // small bags first
-  const auto share = [](int64_t tokens, int32_t ranks) { return (tokens + ranks - 1) / ranks; };
-  const int64_t of_replica = share(max_replica, num_ranks), of_longest = share(longest, sharing);
-  const int64_t min_limit = std::max(of_replica, of_longest);
-  const int64_t kept = kept_limit(plan.input(), planner, effort, min_limit > limit ? min_limit : plan.max_tokens());
-  if (kept != min_limit) {
-    throw_argument<TokenLimitError>(
-        "max_tokens_per_rank", limit,
-        text(kept, ", ", kept - limit, " more: the minimum that solver '", plan.solver(), "' found with topology ",
-             topology.str(), "; with more effort, or in bags of more ranks, less may be possible"));
-  }
-  if (of_replica >= of_longest) {
-    throw_argument<TokenLimitError>(
-        "max_tokens_per_rank", limit,
-        text("at least ", of_replica, ": a replica of ", num_ranks, " ranks has ", max_replica, " tokens, ",
-             max_replica - limit * num_ranks, " more than it may hold"));
-  }
+  const int64_t limit = plan.input().max_tokens_per_rank, least = least_token_limit(plan.input(), 1);
+  const int64_t kept = kept_limit(plan.input(), planner, effort, least > limit ? least : plan.max_tokens());
+  if (kept == least) refuse_below_least(plan.input(), 1);
   throw_argument<TokenLimitError>(
       "max_tokens_per_rank", limit,
-      text("at least ", of_longest, ": a sequence of ", longest, " tokens is shared by at most ", sharing,
-           sharing == 1 ? " rank" : " ranks", ", ", of_longest - limit, " more tokens each than they may hold"));
+      text(kept, ", ", kept - limit, " more: the minimum that solver '", plan.solver(), "' found with topology ",
+           plan.topology().str(), "; with more effort, or in bags of more ranks, less may be possible"));
 }
 
 /// The plan, whether it keeps its limit or not.
 MicroBatchPlan planned(PlanInput input, const Planner& planner, Effort effort) {
   input.validate();
-  if (input.query_cuts.empty()) cut_queries(input);
+  if (input.attention_cuts.empty()) cut_attention(input);
   return planner.plan(std::move(input), effort);
 }
 

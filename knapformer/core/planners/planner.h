@@ -10,7 +10,6 @@
 
 #include "knapformer/core/plan/micro_batch_plan.h"
 #include "knapformer/core/planners/balanced/effort.h"
-#include "knapformer/core/util/error.h"
 
 namespace knapformer {
 
@@ -20,12 +19,6 @@ struct Planner {
   /// The input must be valid. plan_micro_batch checks the limit of tokens.
   MicroBatchPlan (*plan)(PlanInput input, Effort effort);
   bool plans_nested_bags = false;
-};
-
-/// No plan that was found keeps max_tokens_per_rank.
-class TokenLimitError : public ArgumentError {
- public:
-  using ArgumentError::ArgumentError;
 };
 
 /// The default comes first.

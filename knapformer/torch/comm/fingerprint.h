@@ -5,11 +5,11 @@
 // Gloo would end the process.
 //
 // So every call has a fingerprint, which says what the rank is about to do. Steps repeat, so each rank predicts the
-// next fingerprint: the one that came next when the calls before it were like the last ones, as many of them as there
-// have been. All ranks predict the same, since they predict from what they agreed on. A rank whose call is as predicted
-// goes ahead: nothing is exchanged in the steady state. A rank whose call is not as predicted announces it in the
-// group's store, and waits until all ranks have announced the same call. A rank that went ahead while another announced
-// a call finds out when it has waited for a moment (watchdog.h).
+// next fingerprint: the one that followed the longest earlier run of calls equal to the last ones. All ranks predict
+// the same, since they predict from what they agreed on. A rank whose call is as predicted goes ahead: nothing is
+// exchanged in the steady state. A rank whose call is not as predicted announces it in the group's store, and waits
+// until all ranks have announced the same call. A rank that went ahead while another announced a call finds out when it
+// has waited for a moment (watchdog.h).
 //
 // Steps have numbers, in the order in which ranks plan. A prediction holds how far a call's step is from the one that
 // ranks planned or followed last: 0, where nobody holds steps. So it is the same in every step.

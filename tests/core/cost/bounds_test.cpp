@@ -20,7 +20,7 @@ TEST(LowerBound, NoPlanBeatsIt) {
     in.model.mode = static_cast<StepMode>(seed % 3);
     in.model.num_heads = seed % 5 == 0 ? static_cast<int32_t>(cases.integer(1, 12)) : 0;
     if (seed % 7 == 0) in.cluster.node_bytes_per_s = in.cluster.network_bytes_per_s;
-    if (seed % 4 == 1) cases.cut_queries(in);
+    if (seed % 4 == 1) cases.cut_attention(in);
     const double bound = lower_bound_s({in});
     for (int i = 0; i < 5; ++i) EXPECT_GE(step_s(cases.any_plan(in)), bound * (1 - 1e-12)) << "seed " << seed;
   }

@@ -27,7 +27,7 @@ TEST(PlanJson, GoesOutAndIn) {
         work.push_back(static_cast<double>(length * cases.integer(1, 9)) / 7);
       in.give_work(work);
     }
-    if (seed % 4 == 1) cases.cut_queries(in);
+    if (seed % 4 == 1) cases.cut_attention(in);
     const MicroBatchPlan plan = cases.any_plan(in);
     EXPECT_EQ(read(plan_to_json(plan)), plan);
     EXPECT_EQ(plan_to_json(read(plan_to_json(plan))), plan_to_json(plan));
@@ -110,6 +110,19 @@ TEST(PlanJson, RefusesWhatIsNoPlan) {
   auto moved = good;  // well-formed, but a promise is broken
   moved["chunk_lens_of_sequence"][0][0] = moved["chunk_lens_of_sequence"][0][0].get<int64_t>() + 1;
   EXPECT_THROW(plan_from_json(moved.dump()), ArgumentError);
+}
+
+TEST(PlanJson, RefusesPairsThatItsMasksDoNotLeave) {
+  PlanInput input{.seq_lens = SequenceLengths({{100, 50}, {30}}), .topology = Topology::parse("g1n2"), .d_model = 64};
+  input.give_masks({Mask::parse("causal"), Mask::parse("full"), Mask::parse("c10 f20")});
+  const auto good = nlohmann::json::parse(plan_to_json(plan_micro_batch(input, "balanced")));
+  EXPECT_EQ(read(good.dump()).input().attention_pairs, (std::vector<int64_t>{5050, 2500, 655}));
+  auto bad = good;
+  bad["attention_pairs"][0] = 5051;
+  EXPECT_THROW(plan_from_json(bad.dump()), ArgumentError);
+  bad = good;
+  bad["masks"][2] = "c10 f30";  // of 40 tokens
+  EXPECT_THROW(plan_from_json(bad.dump()), ArgumentError);
 }
 
 }  // namespace

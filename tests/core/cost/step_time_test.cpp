@@ -267,10 +267,10 @@ TEST(StepTime, LaterStagesOfKeysHideBehindAttention) {
     in.model.num_heads = 1;
     in.cluster.node_bytes_per_s = bytes_per_s;
     const StepTime at_once = predict_micro_batch([&] {
-      in.query_cuts = {{.degree = 2, .num_parts = 2}};
+      in.attention_cuts = {{.degree = 2, .num_parts = 2}};
       return MicroBatchPlan(in, "any", {at(0, 0, 2)});
     }());
-    in.query_cuts = {{.degree = 2, .num_parts = 2, .num_stages = 2}};
+    in.attention_cuts = {{.degree = 2, .num_parts = 2, .num_stages = 2}};
     const PassTime staged = predict_micro_batch(MicroBatchPlan(in, "any", {at(0, 0, 2)})).ranks[0].forward;
     const PassTime whole = at_once.ranks[0].forward;
     EXPECT_DOUBLE_EQ(staged.shared_attention_s, 1.02 * whole.shared_attention_s);
@@ -361,7 +361,7 @@ TEST(StepTime, BytesAreThoseOfEveryChunkToEveryPeer) {
     PlanInput in = cases.input(true, 500);
     const auto node = in.cluster.ranks_per_node = static_cast<int32_t>(cases.integer(1, 5));
     in.model.num_heads = seed % 3 == 0 ? static_cast<int32_t>(cases.integer(1, 12)) : 0;
-    if (seed % 2 == 0) cases.cut_queries(in);
+    if (seed % 2 == 0) cases.cut_attention(in);
     const MicroBatchPlan plan = cases.any_plan(in);
     const Passes passes = in.model.passes();
     const double row = static_cast<double>(in.d_model) * in.model.element_size;

@@ -218,7 +218,7 @@ TEST_P(ExchangeTables, MoveEveryRowToWhereThePlanSays) {
     Cases cases(static_cast<uint64_t>(GetParam() * kCases + i));
     const bool nested = i % 2 == 0;
     PlanInput input = cases.input(nested);
-    if (i % 4 < 2) cases.cut_queries(input);
+    if (i % 4 < 2) cases.cut_attention(input);
     const MicroBatchPlan any = cases.any_plan(std::move(input));
     SCOPED_TRACE(testing::Message() << "case " << GetParam() * kCases + i << ", topology " << any.topology().str());
     any.validate();

@@ -200,7 +200,7 @@ TEST(PackingKernel, SharesAndAddsHeadsAsTheOtherEngines) {
   int64_t num_bags = 0;
   while (num_bags < 150) {
     PlanInput input = random.input(/*nested=*/random.integer(0, 3) > 0);
-    if (num_bags % 2 == 0) random.cut_queries(input);
+    if (num_bags % 2 == 0) random.cut_attention(input);
     const MicroBatchPlan plan = random.any_plan(std::move(input));
     const std::vector<HeadCounts> counts{{6, 2}, {5, 5}, {8, 1}, {24, 24}};
     const HeadCounts heads = counts[static_cast<size_t>(random.integer(0, 3))];

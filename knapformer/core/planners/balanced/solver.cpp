@@ -84,9 +84,8 @@ class ReplicaSolver {
                           .key = random_key(input_, replica_),
                           .bound = bound_,
                           .good_enough = bound_ * Effort::kGoodEnough};
-    // Of bags of several sizes it is done for each: too long for a step of thousands of replicas, planned at low
-    // effort.
-    const bool tries_few = input_.topology.is_flat() || effort_ != Effort::kLow;
+    // Nested bags try each degree: too long for a step of thousands of replicas, planned at low effort.
+    const bool is_flat = input_.topology.is_flat(), tries_few = is_flat || effort_ != Effort::kLow;
     if (!start.empty()) consider(start);
     for (const int32_t degree : trees_.degrees()) {
       if (is_good()) break;
@@ -94,7 +93,8 @@ class ReplicaSolver {
       std::vector<int32_t> nodes = longest_first(trees_, groups);
       const bool is_best = tries_few && place_few(trees_, groups, nodes, options);
       consider(std::move(nodes));
-      if (is_best && input_.topology.is_flat()) return best;
+      if (is_flat && is_best) return best;
+      if (is_flat) break;  // a bag is one group, whatever the degree
     }
     Construction construction(trees_);
     // Of the bound. Never near: goals of steps fail by 0.1 %; twice as near: planning 256 ranks takes 1.5 times as

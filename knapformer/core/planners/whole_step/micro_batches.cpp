@@ -8,11 +8,11 @@
 #include <span>
 
 #include "knapformer/core/cost/bounds.h"
-#include "knapformer/core/cost/query_cuts.h"
 #include "knapformer/core/cost/step_time.h"
+#include "knapformer/core/planners/attention_cuts.h"
 #include "knapformer/core/planners/balanced/last_steps.h"
 #include "knapformer/core/planners/planner.h"
-#include "knapformer/core/planners/topology_choice.h"
+#include "knapformer/core/planners/token_limit.h"
 #include "knapformer/core/planners/whole_step/packing.h"
 #include "knapformer/core/util/error.h"
 
@@ -29,26 +29,6 @@ constexpr double kHardly = 1.001;
 /// Where ranks wait once, all sequences are only put into one micro-batch if the step is so much shorter. Half: steps
 /// of joint at low effort are 0.1 % shorter and hold more tokens; double: 0.2 % longer.
 constexpr double kLonger = 1.02;
-
-/// The step's sequences as if they were one micro-batch's.
-PlanInput all_at_once(const StepInput& input) {
-  PlanInput all = input.sequences;
-  const int64_t max = std::numeric_limits<int64_t>::max() / input.num_micro_batches;
-  all.max_tokens_per_rank = std::min(all.max_tokens_per_rank, max) * input.num_micro_batches;
-  return all;
-}
-
-/// How many full ranks the fullest replica's tokens need, over all micro-batches, rounded up.
-int64_t full_ranks(const PlanInput& step, int64_t max_tokens_per_rank) {
-  int64_t max_ranks = 0;
-  for (int32_t replica = 0; replica < step.topology.num_replicas(); ++replica) {
-    const auto [first, last] = step.sequences_of(replica);
-    int64_t tokens = 0;
-    for (int32_t s = first.value; s < last.value; ++s) tokens += step.seq_lens[SequenceId(s)];
-    max_ranks = std::max(max_ranks, tokens / max_tokens_per_rank + (tokens % max_tokens_per_rank != 0 ? 1 : 0));
-  }
-  return max_ranks;
-}
 
 class StepSolver {
  public:
@@ -150,7 +130,7 @@ class StepSolver {
   /// must all have them in the same micro-batch; so most ranks that wait for each other meet in the first micro-batch,
   /// where no rank is late.
   void consider_sums() {
-    PlanInput all = all_at_once(input_);
+    PlanInput all = input_.all_at_once();
     const Topology topology = all.topology;
     // Where nothing is shared no rank waits, so that comes first.
     all.topology = topology.within(1);
@@ -217,9 +197,7 @@ class StepSolver {
   /// The micro-batches planned one by one, until even what is planned and the lower bound of the rest are no shorter.
   void consider_planned(std::vector<int32_t> micro_batches, double handicap) {
     const std::vector<PlanInput> inputs = micro_batch_inputs(input_, micro_batches);
-    const auto fits = [](const PlanInput& input) {
-      return full_ranks(input, input.max_tokens_per_rank) <= input.topology.num_ranks_per_replica();
-    };
+    const auto fits = [](const PlanInput& input) { return least_token_limit(input, 1) <= input.max_tokens_per_rank; };
     if (!std::ranges::all_of(inputs, fits)) return;
     std::vector<double> bounds_s;
     for (const PlanInput& input : inputs) bounds_s.push_back(lower_bound_s({input}));
@@ -276,56 +254,11 @@ class StepSolver {
   double best_s_ = 0;
 };
 
-/// Tokens that a rank of a micro-batch must be able to hold, for the longest sequence.
-int64_t share_of_longest(const PlanInput& step) {
-  const auto lens = step.seq_lens.lens();
-  const int64_t longest = lens.empty() ? 0 : *std::ranges::max_element(lens);
-  int32_t sharing = 1;
-  for (const BagShape& shape : step.topology.shapes()) sharing = std::max(sharing, shape.num_ranks_per_bag());
-  return (longest + sharing - 1) / sharing;
-}
-
-/// The limit of a step that is given none: half more than the fullest rank holds in the given order.
-int64_t default_token_limit(const StepInput& input) {
-  const SequenceLengths& seq_lens = input.sequences.seq_lens;
-  const std::vector<int32_t> micro_batches = micro_batches_as_given(seq_lens, input.num_micro_batches);
-  int64_t fullest = 0;
-  for (Rank rank(0); rank.value < seq_lens.num_ranks(); ++rank.value) {
-    const SequenceId first = seq_lens.first_of(rank);
-    int64_t held = 0;
-    for (SequenceId id = first; id < seq_lens.last_of(rank); ++id.value) {
-      if (id > first && micro_batches[id.index()] != micro_batches[id.index() - 1]) held = 0;
-      held += seq_lens[id];
-      fullest = std::max(fullest, held);
-    }
-  }
-  // Whole samples of joint, default cluster, 2 to 8 micro-batches: steps are up to 11 % longer with the fullest rank's
-  // tokens, 4 % with 1.25 times as many, 2 % with 1.5 (0.1 % in the mean), and as short as without a limit with twice.
-  return std::max<int64_t>(1, fullest + fullest / 2);
-}
-
-void check_token_limit(const StepInput& input) {
-  const PlanInput& step = input.sequences;
-  const int64_t limit = step.max_tokens_per_rank;
-  if (share_of_longest(step) > limit) {
-    throw_argument<TokenLimitError>(
-        "max_tokens_per_rank", limit,
-        text("at least ", share_of_longest(step), ": what each rank of the largest bag of topology ",
-             step.topology.str(), " holds of the longest sequence"));
-  }
-  const int32_t num_ranks = step.topology.num_ranks_per_replica();
-  if (full_ranks(step, limit) > int64_t{num_ranks} * input.num_micro_batches) {
-    throw_argument<TokenLimitError>("max_tokens_per_rank", limit,
-                                    text("a limit with which ", num_ranks, " ranks hold the step's tokens in ",
-                                         input.num_micro_batches, " micro-batches"));
-  }
-}
-
 }  // namespace
 
 Plan plan_step(StepInput input, std::string_view solver, Effort effort) {
   input.validate();
-  if (input.sequences.query_cuts.empty()) cut_queries(input.sequences);
+  if (input.sequences.attention_cuts.empty()) cut_attention(input.sequences);
   planner_for(input.sequences.topology, solver, effort);  // throws at once what each micro-batch's planner would throw
   const bool is_single = input.num_micro_batches == 1;
   if (is_single) {
@@ -338,7 +271,8 @@ Plan plan_step(StepInput input, std::string_view solver, Effort effort) {
   if (!is_single && input.sequences.max_tokens_per_rank == 0)
     input.sequences.max_tokens_per_rank = default_token_limit(input);
   try {
-    check_token_limit(input);
+    if (least_token_limit(input.sequences, input.num_micro_batches) > input.sequences.max_tokens_per_rank)
+      refuse_below_least(input.sequences, input.num_micro_batches);
     if (input.sequences.seq_lens.lens().size() > kFewSequences) effort.moves = Effort::kLow;
     return StepSolver(input, solver, effort).solve();
   } catch (const TokenLimitError&) {
@@ -353,9 +287,8 @@ Plan plan_fewest_micro_batches(StepInput input, std::string_view solver, Effort 
     throw_argument("micro_batches", "'auto' without max_tokens_per_rank", "a limit of tokens per rank, or a number");
   input.num_micro_batches = 1;
   input.validate();
-  const int32_t num_ranks = step.topology.num_ranks_per_replica();
-  const int64_t min_count = (full_ranks(step, step.max_tokens_per_rank) + num_ranks - 1) / num_ranks;
-  for (int64_t k = std::max<int64_t>(min_count, 1);; ++k) {
+  const int64_t before_last = tokens_of_fullest_replica(step) - 1;  // rounds up
+  for (int64_t k = before_last / step.max_tokens_per_rank / step.topology.num_ranks_per_replica() + 1;; ++k) {
     input.num_micro_batches = static_cast<int32_t>(std::min<int64_t>(k, StepInput::kMaxMicroBatches));
     try {
       return plan_step(input, solver, effort);
@@ -365,31 +298,6 @@ Plan plan_fewest_micro_batches(StepInput input, std::string_view solver, Effort 
       if (share_of_longest(step) > step.max_tokens_per_rank || is_last) throw;
     }
   }
-}
-
-std::string best_topology(StepInput input, std::string_view solver, bool fewest) {
-  PlanInput& step = input.sequences;
-  const auto lens = step.seq_lens.lens();
-  const int64_t limit = step.max_tokens_per_rank;
-  const auto count_of = [](int64_t count) {
-    return static_cast<int32_t>(std::clamp<int64_t>(count, 1, StepInput::kMaxMicroBatches));
-  };
-  if (fewest && limit > 0) {
-    const int64_t tokens = std::accumulate(lens.begin(), lens.end(), int64_t{0});
-    input.num_micro_batches = count_of((tokens / limit + step.seq_lens.num_ranks()) / step.seq_lens.num_ranks());
-  }
-  const PlanInput all = limit > 0 ? all_at_once(input) : step;
-  const std::vector<TopologyOption> ranked = rank_topologies({&all, 1}, solver);
-  if (limit == 0 || (input.num_micro_batches == 1 && !fewest)) return ranked.front().topology;
-  const int32_t last = fewest ? count_of(std::ssize(lens)) : input.num_micro_batches;
-  for (; input.num_micro_batches <= last; ++input.num_micro_batches) {
-    for (const TopologyOption& option : ranked) {
-      step.topology = Topology::parse(option.topology, step.seq_lens.num_ranks());
-      if (share_of_longest(step) > limit) continue;
-      if (pack_by_tokens(step, input.num_micro_batches, false).keeps_limit) return option.topology;
-    }
-  }
-  return ranked.front().topology;
 }
 
 }  // namespace knapformer

@@ -9,8 +9,8 @@
 //
 // By construction the step is predicted to take no longer than the given micro-batches (micro_batches_as_given),
 // planned by the same planner with the same limit and effort, or at low effort if there are more than 4,096 sequences.
-// They are not planned where their lower bounds prove that they are no faster; or, of more than 4,096 sequences, faster
-// by at most 0.1 %.
+// They are not planned where their lower bounds prove that they are no faster (of more than 4,096 sequences: at most
+// 0.1 % faster).
 //
 // Fewer and longer micro-batches are faster and need more memory. So a step of several that is given no limit of tokens
 // gets one: half more than the fullest rank holds in the given order. Among steps that take about equally long, the one
@@ -32,11 +32,6 @@ Plan plan_step(StepInput input, std::string_view solver, Effort effort = {});
 /// Uses as few micro-batches as keep max_tokens_per_rank; the input's number is ignored. Throws ArgumentError (argument
 /// "micro_batches") if there is no limit, and otherwise as plan_step does.
 Plan plan_fewest_micro_batches(StepInput input, std::string_view solver, Effort effort = {});
-
-/// In place of the input's topology, the best of rank_topologies for all sequences of the step, whose ranks hold the
-/// limit of tokens once in each micro-batch; of those in which every micro-batch is sure to keep it, if there are any.
-/// `fewest`: for plan_fewest_micro_batches. Throws ArgumentError as rank_topologies does.
-std::string best_topology(StepInput input, std::string_view solver, bool fewest);
 
 /// The plan, changed for programs that cannot run a micro-batch on a rank without a sequence. Each rank that has none
 /// gets one, of which every rank keeps at least one other: a whole sequence if its bag takes one, otherwise one that a

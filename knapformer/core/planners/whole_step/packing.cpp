@@ -107,8 +107,8 @@ int32_t sample_stride(const StepInput& input, int32_t num_micro_batches) {
 }
 
 /// How long a step of these block times takes, for comparisons. Where FSDP hides all of a block, shorter blocks are
-/// better still: so a hundredth of the blocks' time is added. A micro-batch that takes twice the mean holds twice the
-/// tokens: so the step must be 0.1 % shorter. Half or double of either changes steps by less than 0.05 %.
+/// better still: so a hundredth of the blocks' time is added. A micro-batch of twice the mean time holds twice the
+/// tokens: it must shorten the step by 0.1 %. Half or double of either changes steps by less than 0.05 %.
 double levels_time_s(const StepInput& input, std::vector<double> block_s) {
   block_s.resize(static_cast<size_t>(input.num_micro_batches));  // those that stay empty take time too
   const double sum_s = std::accumulate(block_s.begin(), block_s.end(), 0.0);

@@ -8,6 +8,7 @@
 #include <random>
 
 #include "knapformer/core/planners/planner.h"
+#include "knapformer/core/planners/token_limit.h"
 #include "knapformer/core/planners/whole_step/micro_batches.h"
 #include "knapformer/core/util/error.h"
 #include "tests/core/cases.h"

@@ -1,8 +1,11 @@
 // Limits of tokens of a step's micro-batches: the default, those that are given, and what they cost.
+#include "knapformer/core/planners/token_limit.h"
+
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <numeric>
+#include <string>
 
 #include "knapformer/core/planners/planner.h"
 #include "tests/core/planners/whole_step/steps.h"
@@ -141,17 +144,25 @@ TEST(TokenLimit, NothingIsRefusedThatFitsOneByOne) {
   }
 }
 
-TEST(TokenLimit, TheTopologyOfAStepKeepsTheLimitInEachMicroBatch) {
-  // Whole sequences fit, four micro-batches of them; all of them at once would not.
-  std::vector<std::vector<int64_t>> lens(8, std::vector<int64_t>(4, 1000));
-  EXPECT_EQ(best_topology(default_step(lens, "g8n1", 4, 1100), "balanced", false), "g1n8");
-  EXPECT_EQ(best_topology(default_step(lens, "g8n1", 1, 1100), "balanced", true), "g1n8");
-  EXPECT_EQ(best_topology(default_step(lens, "g8n1", 1, 4100), "balanced", false), "g1n8");
-  EXPECT_EQ(best_topology(default_step(lens, "g8n1", 4), "balanced", false), "g1n8");
-  // One sequence fits a rank's four micro-batches, but no micro-batch of one rank.
-  lens[0] = {3000};
-  const std::string shares = best_topology(default_step(lens, "g8n1", 4, 1600), "balanced", false);
-  EXPECT_LE(plan_step(default_step(lens, shares, 4, 1600), "balanced").max_tokens(), 1600);
+TEST(TokenLimit, OneThatIsTooLowIsRefusedWithTheLeast) {
+  const auto refusal_of = [](const StepInput& input) {
+    try {
+      plan_step(input, "balanced");
+      return std::string();
+    } catch (const TokenLimitError& error) {
+      return std::string(error.what());
+    }
+  };
+  EXPECT_EQ(
+      refusal_of(default_step({{50, 50, 50}, {50, 50}}, "g1n2", 2, 62)),
+      "max_tokens_per_rank: got 62, expected at least 63: a replica of 2 ranks has 250 tokens, 2 more than it may "
+      "hold in 2 micro-batches");
+  EXPECT_EQ(
+      refusal_of(default_step({{150, 1}, {1}}, "g1n2", 2, 149)),
+      "max_tokens_per_rank: got 149, expected at least 150: a sequence of 150 tokens is shared by at most 1 rank, 1 "
+      "more tokens each than they may hold");
+  // 5 sequences of 50 tokens in 4 lists: some list has two of them, which the least limit does not see.
+  EXPECT_NE(refusal_of(default_step({{50, 50, 50}, {50, 50}}, "g1n2", 2, 63)), "");
 }
 
 TEST(TokenLimit, TheFewestKeepTheLimit) {

@@ -1,4 +1,4 @@
-#include "knapformer/core/cost/query_cuts.h"
+#include "knapformer/core/planners/attention_cuts.h"
 
 #include <algorithm>
 
@@ -8,11 +8,8 @@
 namespace knapformer {
 namespace {
 
-/// With more stages kernels get slow: 8 took 1.37 of the time of one, where 4 took 1.06 (H200, 32,768 tokens, 6 heads).
-constexpr int32_t kMostStages = 4;
-
-/// What more parts or stages have to gain: they take more launches, of smaller kernels, which no term counts. Half or
-/// double changes no step of the mixes with 12 heads on 8 ranks.
+/// More parts or stages must gain this: they take more, smaller launches, which no term counts. Half or double changes
+/// no step of the mixes with 12 heads on 8 ranks.
 constexpr double kWorthMore = 0.99;
 
 /// What the ranks of a group share: seconds of attention, and tokens that are exchanged.
@@ -54,14 +51,13 @@ bool is_fair(const AttentionShares& shares, int32_t degree) {
 }
 
 /// load: of one group of the degree. whole_s: attention of a rank on whole sequences, which hides what travels first.
-QueryCut best_cut(const PlanInput& input, Rank first_rank, int32_t degree, const SharedLoad& load, double whole_s) {
-  QueryCut best{.degree = degree, .num_parts = degree};
+AttentionCut best_cut(const PlanInput& input, Rank first_rank, int32_t degree, const SharedLoad& load, double whole_s) {
+  AttentionCut best{.degree = degree, .num_parts = degree};
   double best_s = kInfinity;
   const bool overlaps = input.cluster.overlaps_attention;
-  const bool may_stage = overlaps && input.attention_pairs.empty();
   for (int32_t num_parts = 1; num_parts <= degree; ++num_parts) {
     if (degree % num_parts != 0) continue;
-    QueryCut cut{.degree = degree, .num_parts = num_parts};
+    AttentionCut cut{.degree = degree, .num_parts = num_parts};
     const AttentionShares shares(input.model.num_heads, input.model.num_kv_heads, {&cut, 1});
     if (!is_fair(shares, degree)) continue;
     if (num_parts == 1 && shares.is_even(degree)) return cut;  // moves the fewest bytes
@@ -72,7 +68,8 @@ QueryCut best_cut(const PlanInput& input, Rank first_rank, int32_t degree, const
     };
     const double attention_s = load.attention_s * shares.max(degree);
     const double keys_s = seconds(sent.before + sent.after * -1);
-    for (cut.num_stages = 1; cut.num_stages <= (may_stage && num_parts > 1 ? kMostStages : 1); cut.num_stages *= 2) {
+    const int32_t max_stages = overlaps ? input.max_stages(num_parts) : 1;
+    for (cut.num_stages = 1; cut.num_stages <= max_stages; cut.num_stages *= 2) {
       const double later_s = keys_s * cut.part_of_later_stages(), first_s = seconds(sent.before) - later_s;
       const double time_s = attention_s * cut.attention_factor() + seconds(sent.after) +
                             std::max(0.0, first_s - (overlaps ? whole_s : 0)) +
@@ -87,8 +84,8 @@ QueryCut best_cut(const PlanInput& input, Rank first_rank, int32_t degree, const
 
 }  // namespace
 
-void cut_queries(PlanInput& input) {
-  input.query_cuts.clear();
+void cut_attention(PlanInput& input) {
+  input.attention_cuts.clear();
   if (!input.model.cuts_queries || input.model.num_heads == 0 || input.seq_lens.num_sequences() == 0) return;
   const BlockRates rates(input);
   double total_s = 0;
@@ -99,7 +96,8 @@ void cut_queries(PlanInput& input) {
     const std::vector<int32_t>& degrees = input.topology.shapes()[bag.shape].degrees;
     for (size_t k = 0; k < degrees.size(); ++k) {
       const int32_t degree = degrees[k];
-      if (degree == 1 || std::ranges::find(input.query_cuts, degree, &QueryCut::degree) != input.query_cuts.end())
+      if (degree == 1 ||
+          std::ranges::find(input.attention_cuts, degree, &AttentionCut::degree) != input.attention_cuts.end())
         continue;
       const double least_s = k == 0 ? 0 : degrees[k - 1] * even_s;
       const double most_s = k + 1 == degrees.size() ? kInfinity : degree * even_s;
@@ -108,7 +106,7 @@ void cut_queries(PlanInput& input) {
       load.attention_s /= num_groups;
       load.tokens /= num_groups;
       const double whole_s = degrees.front() > 1 ? 0 : load_of(input, rates, 0, even_s).attention_s / num_ranks;
-      input.query_cuts.push_back(best_cut(input, bag.first_rank, degree, load, whole_s));
+      input.attention_cuts.push_back(best_cut(input, bag.first_rank, degree, load, whole_s));
     }
   }
 }

@@ -1,4 +1,4 @@
-#include "knapformer/core/planners/topology_choice.h"
+#include "knapformer/core/planners/whole_step/topology_choice.h"
 
 #include <gtest/gtest.h>
 
@@ -8,9 +8,8 @@
 #include <utility>
 
 #include "knapformer/core/model/data_mix.h"
-#include "knapformer/core/planners/planner.h"
 #include "knapformer/core/util/error.h"
-#include "tests/core/cases.h"
+#include "tests/core/planners/whole_step/steps.h"
 
 namespace knapformer {
 namespace {
@@ -118,6 +117,19 @@ TEST(TopologyChoice, RefusesWhatIsNoSample) {
   mixed_sizes.back().seq_lens = SequenceLengths::from_lists({{4}, {4}});
   EXPECT_THROW(rank_topologies(mixed_sizes, "balanced"), ArgumentError);
   EXPECT_THROW(rank_topologies(batches("joint", 20000), "magic"), ArgumentError);
+}
+
+TEST(BestTopology, OfAStepKeepsTheLimitInEachMicroBatch) {
+  // Whole sequences fit, four micro-batches of them; all of them at once would not.
+  std::vector<std::vector<int64_t>> lens(8, std::vector<int64_t>(4, 1000));
+  EXPECT_EQ(best_topology(default_step(lens, "g8n1", 4, 1100), "balanced", false), "g1n8");
+  EXPECT_EQ(best_topology(default_step(lens, "g8n1", 1, 1100), "balanced", true), "g1n8");
+  EXPECT_EQ(best_topology(default_step(lens, "g8n1", 1, 4100), "balanced", false), "g1n8");
+  EXPECT_EQ(best_topology(default_step(lens, "g8n1", 4), "balanced", false), "g1n8");
+  // One sequence fits a rank's four micro-batches, but no micro-batch of one rank.
+  lens[0] = {3000};
+  const std::string shares = best_topology(default_step(lens, "g8n1", 4, 1600), "balanced", false);
+  EXPECT_LE(plan_step(default_step(lens, shares, 4, 1600), "balanced").max_tokens(), 1600);
 }
 
 }  // namespace

@@ -1,11 +1,14 @@
-#include "knapformer/core/planners/topology_choice.h"
+#include "knapformer/core/planners/whole_step/topology_choice.h"
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <tuple>
 
 #include "knapformer/core/cost/step_time.h"
 #include "knapformer/core/planners/planner.h"
+#include "knapformer/core/planners/token_limit.h"
+#include "knapformer/core/planners/whole_step/packing.h"
 #include "knapformer/core/util/error.h"
 
 namespace knapformer {
@@ -152,6 +155,31 @@ std::vector<TopologyOption> rank_topologies(std::span<const PlanInput> batches, 
   std::vector<TopologyOption> out;
   for (Candidate& candidate : ranked) out.push_back(std::move(candidate.option));
   return out;
+}
+
+std::string best_topology(StepInput input, std::string_view solver, bool fewest) {
+  PlanInput& step = input.sequences;
+  const auto lens = step.seq_lens.lens();
+  const int64_t limit = step.max_tokens_per_rank;
+  const auto count_of = [](int64_t count) {
+    return static_cast<int32_t>(std::clamp<int64_t>(count, 1, StepInput::kMaxMicroBatches));
+  };
+  if (fewest && limit > 0) {
+    const int64_t tokens = std::accumulate(lens.begin(), lens.end(), int64_t{0});
+    input.num_micro_batches = count_of((tokens / limit + step.seq_lens.num_ranks()) / step.seq_lens.num_ranks());
+  }
+  const PlanInput all = limit > 0 ? input.all_at_once() : step;
+  const std::vector<TopologyOption> ranked = rank_topologies({&all, 1}, solver);
+  if (limit == 0 || (input.num_micro_batches == 1 && !fewest)) return ranked.front().topology;
+  const int32_t last = fewest ? count_of(std::ssize(lens)) : input.num_micro_batches;
+  for (; input.num_micro_batches <= last; ++input.num_micro_batches) {
+    for (const TopologyOption& option : ranked) {
+      step.topology = Topology::parse(option.topology, step.seq_lens.num_ranks());
+      if (share_of_longest(step) > limit) continue;
+      if (pack_by_tokens(step, input.num_micro_batches, false).keeps_limit) return option.topology;
+    }
+  }
+  return ranked.front().topology;
 }
 
 }  // namespace knapformer

@@ -1,10 +1,10 @@
-#include "knapformer/core/cost/query_cuts.h"
+#include "knapformer/core/planners/attention_cuts.h"
 
 #include <gtest/gtest.h>
 
 #include <algorithm>
 
-#include "knapformer/core/planners/topology_choice.h"
+#include "knapformer/core/planners/whole_step/topology_choice.h"
 #include "tests/core/cases.h"
 
 namespace knapformer {
@@ -22,13 +22,13 @@ PlanInput one_long(int32_t num_ranks, int64_t length, std::string_view topology,
   return input;
 }
 
-TEST(QueryCuts, LeaveNoRankIdleAndNoneWithAThirdMore) {
+TEST(AttentionCuts, LeaveNoRankIdleAndNoneWithAThirdMore) {
   for (const int32_t degree : {2, 3, 7, 8, 16, 32}) {
     for (const int32_t heads : {1, 5, 12, 24, 38}) {
       for (const int32_t kv_heads : {1, heads}) {
         PlanInput input = one_long(degree, 200'000, text('g', degree, "n1"),
                                    {.num_heads = heads, .num_kv_heads = kv_heads, .cuts_queries = true});
-        cut_queries(input);
+        cut_attention(input);
         const AttentionShares shares = input.attention_shares();
         double least = 1, most = 0, sum = 0;
         for (int32_t i = 0; i < degree; ++i) {
@@ -46,17 +46,17 @@ TEST(QueryCuts, LeaveNoRankIdleAndNoneWithAThirdMore) {
   }
 }
 
-TEST(QueryCuts, AreMadeWhereTheKernelTakesThemAlone) {
+TEST(AttentionCuts, AreMadeWhereTheKernelTakesThemAlone) {
   for (const TrainedModel& model : {TrainedModel{.num_heads = 3}, TrainedModel{.cuts_queries = true}}) {
     PlanInput input = one_long(4, 9000, "g4n1", model);
-    cut_queries(input);
+    cut_attention(input);
     EXPECT_EQ(input.num_query_parts(4), 1);
   }
 }
 
-TEST(QueryCuts, EvenHeadsAreCutAsByUlysses) {
+TEST(AttentionCuts, EvenHeadsAreCutAsByUlysses) {
   PlanInput input = one_long(8, 100'000, "g8/4/2/1n1", {.num_heads = 24, .cuts_queries = true});
-  cut_queries(input);
+  cut_attention(input);
   for (const int32_t degree : {2, 4, 8}) EXPECT_EQ(input.num_query_parts(degree), 1);
 }
 
@@ -68,7 +68,7 @@ double over_ideal(int32_t num_ranks, int64_t length, std::string_view topology, 
   return predict_micro_batch(plan).over_ideal();
 }
 
-TEST(QueryCuts, LongClipsTakeLittleMoreThanTheirShare) {
+TEST(AttentionCuts, LongClipsTakeLittleMoreThanTheirShare) {
   EXPECT_LT(over_ideal(32, 250'000, "g32/16/8/4/2/1n1", 24), 1.08);
   EXPECT_LT(over_ideal(32, 500'000, "g32/16/8/4/2/1n1", 24), 1.08);
   EXPECT_LT(over_ideal(64, 1'000'000, "g64/32/16/8/4/2/1n1", 24), 1.10);
@@ -77,7 +77,7 @@ TEST(QueryCuts, LongClipsTakeLittleMoreThanTheirShare) {
   }
 }
 
-TEST(QueryCuts, TopologiesOfAllRanksAreRankedWhereASequenceNeedsThem) {
+TEST(AttentionCuts, TopologiesOfAllRanksAreRankedWhereASequenceNeedsThem) {
   const auto widest = [](int64_t length) {
     const PlanInput input = one_long(32, length, "g1n32", {.num_heads = 24, .cuts_queries = true});
     const std::vector<TopologyOption> options = rank_topologies({&input, 1}, "balanced");

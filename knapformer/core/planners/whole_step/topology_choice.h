@@ -7,7 +7,7 @@
 #include <string_view>
 #include <vector>
 
-#include "knapformer/core/plan/micro_batch_plan.h"
+#include "knapformer/core/plan/plan.h"
 
 namespace knapformer {
 
@@ -31,5 +31,10 @@ struct TopologyOption {
 /// thousandth, the one that exchanges fewer tokens, then the one with smaller bags. Topologies that cannot keep
 /// max_tokens_per_rank come last, the largest bags first. `solver`: as in plan_micro_batch. Throws ArgumentError.
 std::vector<TopologyOption> rank_topologies(std::span<const PlanInput> batches, std::string_view solver);
+
+/// In place of the input's topology, the best of rank_topologies for all sequences of the step, whose ranks hold the
+/// limit of tokens once in each micro-batch; of those in which every micro-batch is sure to keep it, if there are any.
+/// `fewest`: for plan_fewest_micro_batches. Throws ArgumentError as rank_topologies does.
+std::string best_topology(StepInput input, std::string_view solver, bool fewest);
 
 }  // namespace knapformer
