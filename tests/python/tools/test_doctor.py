@@ -382,7 +382,7 @@ def test_what_the_steps_leave_open_is_not_called_worthless(tmp_path, capsys):
     path = file_of(tmp_path / "drawn.json", [[[60000], [60000]]] * 2 + [[[60000], [3000]]])
     found = diagnosis(capsys, path, "--mode", "lora")
     assert found["take"] is None and found["verdict"].startswith("Not known for flux on 2 ranks: ")
-    assert "give or take" in found["verdict"] and "over 3 steps; more steps would tell" in found["verdict"]
+    assert "give or take" in found["verdict"] and "over 3 steps; more would tell (--steps, or" in found["verdict"]
 
 
 @pytest.mark.parametrize(("batch_size", "num_steps"), [(1, 20), (64, 8), (1024, 2)])

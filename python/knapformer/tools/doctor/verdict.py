@@ -54,7 +54,7 @@ def decide(results: Sequence[Result], now: Result, draw: Draw, job: str) -> Verd
     few = "" if is_known else " One step is too few to say how sure that is."
     if speed_up >= 1 + WORTH and speed_up - 2 * error <= 1:
         span = f"{speed_up:.2f} times as fast as {what}, give or take {2 * error:.2f}"
-        text = f"Not known for {job}: {name} is {span}, over {num_steps} steps; more steps would tell (--steps)."
+        text = f"Not known for {job}: {name} is {span}, over {num_steps} steps; more would tell (--steps, or batches)."
         return Verdict(now, now, text)
     if taken is now or speed_up < 1 + WORTH:
         worth = f"no alternative that trains on the same samples is {WORTH:.0%} faster than {what}"
