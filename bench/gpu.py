@@ -318,7 +318,7 @@ def memory(args: argparse.Namespace) -> None:
 def kernels(args: argparse.Namespace) -> None:
     """Torch's attention kernels for whole sequences of one length."""
     import torch
-    from knapformer.models import attention
+    from knapformer.attention.kernels import _pairing
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     device, num_tokens = rank_device(args), SIZES[args.device].packed_tokens
@@ -335,7 +335,7 @@ def kernels(args: argparse.Namespace) -> None:
         return torch.nn.functional.scaled_dot_product_attention(*(t.transpose(1, 2) for t in qkv)).transpose(1, 2)
 
     for length in (num_tokens // 128, num_tokens // 32, num_tokens // 8, num_tokens // 2, num_tokens):
-        pairing = attention._pairing(*[(length,) * (num_tokens // length)] * 2)
+        pairing = _pairing(*[(length,) * (num_tokens // length)] * 2)
         for name in ("varlen", "cudnn"):
             try:
                 seconds = kernel_seconds(lambda: attend(name, pairing).backward(gradient), device, "", 3)  # noqa: B023

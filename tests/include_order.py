@@ -20,9 +20,7 @@ ROOMS = [
     "knapformer/core/planners/greedy", "knapformer/core/planners/balanced", "knapformer/core/planners",
     "knapformer/core/planners/whole_step", "knapformer/torch/comm", "knapformer/torch/exchange", "knapformer/torch",
     "knapformer/bindings",
-    "python/knapformer/_core", "python/knapformer/_torch", "python/knapformer/device_copies",
-    "python/knapformer/masked", "python/knapformer/models/packing",
-    "python/knapformer/models/attention",  # the kernel of a balancer that is given none
+    "python/knapformer/_core", "python/knapformer/_torch", "python/knapformer/attention",
     "python/knapformer", "python/knapformer/models", "python/knapformer/adapters", "python/knapformer/tools",
     "python/knapformer/tools/measure", "python/knapformer/tools/calibrate",
     "python/knapformer/tools/doctor", "python/knapformer/tools/plan", "python/knapformer/tools/simulate",

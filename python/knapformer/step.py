@@ -112,9 +112,9 @@ class Step(_torch.Step):
         of keys, and one after it; none where no sequence of the bag is shared.
         """
         if attend is None:
-            from knapformer.models.attention import kernel_for  # here, as it loads FlexAttention
+            from knapformer.attention.kernels import kernel_for  # here, as it loads FlexAttention
 
             attend = kernel_for(self.common_mask)
-        by_masks = bool(getattr(attend, "takes_masks", False))  # planned for each sequence (knapformer/masked.py)
+        by_masks = bool(getattr(attend, "takes_masks", False))  # planned for each sequence (attention/masked.py)
         cuts_queries = by_masks or bool(getattr(attend, "cuts_queries", False))
         return super().attention(q, k, v, attend, cuts_queries, by_masks, getattr(attend, "mask", None), mask)

@@ -21,9 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from knapformer import ArgumentError, StateError
 from knapformer.adapters.samples import Sample, Samples
-from knapformer.device_copies import to_device
-from knapformer.models.attention import pairing_of
-from knapformer.models.packing import Lengths, Rotation, Segments, lengths_list, rotate, segment_index
+from knapformer.attention.kernels import pairing_of
+from knapformer.attention.packing import Lengths, Rotation, Segments, lengths_list, rotate
 from knapformer.models.step import Attend, PackedStep
 
 LIBRARY = "diffusers"
@@ -373,28 +372,6 @@ def rotations_of_grids(rope: Any, grids: Sequence[Tensor]) -> Tensor:
     """Rows to route by the rope of a model that takes pictures or videos: (tokens, pairs, 2); none of a batch of 0."""
     of_each = [rotation_rows(*(of.flatten(0, -2) for of in rope(grid))) for grid in grids]
     return torch.cat([rows[: len(rows) * len(grid)] for rows, grid in zip(of_each, grids, strict=True)])
-
-
-def rotation_of(rows: Tensor, dtype: torch.dtype) -> Rotation:
-    """The Rotation of these rows, for heads of `dtype`: what is rotated in float64 is not rounded to float32."""
-    return Rotation(rows.to(torch.promote_types(rows.dtype, dtype)).contiguous().unsqueeze(1))
-
-
-def runs_of(values: Tensor, device: torch.device) -> tuple[Tensor, Segments]:
-    """Where neighbouring tokens have the same row of modulation: what each such run of tokens has in common, and the
-    run of each token; on the device. values (tokens,) on the CPU."""
-    of_runs, counts = torch.unique_consecutive(values, return_counts=True)
-    return to_device(of_runs, device), Segments.of_lengths(counts, device)
-
-
-def rows_of_runs(
-    table: Tensor, lens: Lengths, row_of_token: Tensor, only: Tensor | slice = slice(None)
-) -> tuple[Tensor, Segments]:
-    """As runs_of, where tokens of a sample have one of several rows. table (samples or chunks, their rows, ...); lens:
-    tokens of each; row_of_token (tokens,) on the CPU: which of the rows. only: flags of tokens that are meant."""
-    rows = table.shape[1] * segment_index(lens) + row_of_token
-    of_runs, of_token = runs_of(rows[only], table.device)
-    return table.flatten(0, 1).index_select(0, of_runs), of_token
 
 
 def clip_half(x: Tensor) -> Tensor:

@@ -26,18 +26,18 @@ from knapformer.adapters.adapter import (
     attend_by,
     clip_half,
     expect,
-    rotation_of,
     rotation_rows,
 )
 from knapformer.adapters.samples import Samples
-from knapformer.models.attention import PackedAttention
-from knapformer.models.packing import (
+from knapformer.attention.kernels import PackedAttention
+from knapformer.attention.packing import (
     Rotation,
     Segments,
     TwoStreams,
     gated_add,
     lengths_list,
     modulate,
+    rotation_of,
     segment_index,
     text_flags,
 )

@@ -14,13 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from knapformer import ArgumentError
-from knapformer.adapters.adapter import Home, Moved, OfSequences, Part, RunBlock, runs_of
+from knapformer.adapters.adapter import Home, Moved, OfSequences, Part, RunBlock
 from knapformer.adapters.drawn import random_mask
 from knapformer.adapters.joint import JointAdapter, JointChunks, PartChunks, counts_of, parts_attention, parts_of
 from knapformer.adapters.samples import Samples, context_of_rows, rows_of_context
-from knapformer.device_copies import to_device
-from knapformer.models.attention import Pairing, pairing_of
-from knapformer.models.packing import Segments, TwoStreams, gated_add, lengths_list, modulate
+from knapformer.attention.kernels import Pairing, pairing_of
+from knapformer.attention.packing import Segments, TwoStreams, gated_add, lengths_list, modulate, runs_of, to_device
 
 _PREFIXES = ("audio_", "")  # of the names of what computes audio, and video: the kinds of tokens, in their order
 Turns = tuple[Tensor, Tensor]  # cos and sin, as diffusers' rope gives them

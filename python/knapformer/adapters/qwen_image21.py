@@ -11,24 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from knapformer import ArgumentError, masked
+from knapformer import ArgumentError
 from knapformer._torch import MaskTables
-from knapformer.adapters.adapter import (
-    Adapter,
-    Chunks,
-    Home,
-    Moved,
-    OfSequences,
-    Packed,
-    Part,
-    RunBlock,
-    clip_half,
-    rotation_of,
-    rows_of_runs,
-)
+from knapformer.adapters.adapter import Adapter, Chunks, Home, Moved, OfSequences, Packed, Part, RunBlock, clip_half
 from knapformer.adapters.samples import Samples, on_host
-from knapformer.device_copies import to_device
-from knapformer.models.packing import TwoStreams, gated_add, modulate
+from knapformer.attention import masked
+from knapformer.attention.packing import TwoStreams, gated_add, modulate, rotation_of, rows_of_runs, to_device
 
 _PICTURES = 32  # that a sample has room for; the last is predicted
 

@@ -12,8 +12,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from knapformer import ArgumentError
-from knapformer.device_copies import to_device
-from knapformer.models.packing import lengths_list, positions, segment_index
+from knapformer.attention.packing import lengths_list, positions, segment_index, to_device
 
 Sample = Mapping[str, Any]
 

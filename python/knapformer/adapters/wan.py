@@ -16,21 +16,11 @@ import torch
 from torch import Tensor
 
 from knapformer import ArgumentError, StateError
-from knapformer.adapters.adapter import (
-    Adapter,
-    Chunks,
-    Home,
-    Moved,
-    Part,
-    RunBlock,
-    rotation_of,
-    rotations_of_grids,
-    runs_of,
-)
+from knapformer.adapters.adapter import Adapter, Chunks, Home, Moved, Part, RunBlock, rotations_of_grids
 from knapformer.adapters.drawn import random_grid, random_image
 from knapformer.adapters.samples import Samples, check_shape, context_of_rows, one_after_another, rows_of_context
-from knapformer.models.attention import Pairing, pairing_of
-from knapformer.models.packing import gated_add, modulate
+from knapformer.attention.kernels import Pairing, pairing_of
+from knapformer.attention.packing import gated_add, modulate, rotation_of, runs_of
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

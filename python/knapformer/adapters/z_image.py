@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from knapformer import ArgumentError, StateError
-from knapformer.adapters.adapter import Chunks, Home, Moved, Packed, RunBlock, rotation_of
+from knapformer.adapters.adapter import Chunks, Home, Moved, Packed, RunBlock
 from knapformer.adapters.joint import JointAdapter, self_attention
 from knapformer.adapters.samples import Samples, check_shape
-from knapformer.models.packing import gated_add, modulate
+from knapformer.attention.packing import gated_add, modulate, rotation_of
 
 
 def block(block: Any, x: Tensor, cond: Tensor | None, chunks: Chunks) -> Tensor:

@@ -1,7 +1,7 @@
 """The parts of models over packed sequences, and a plain transformer that needs only torch."""
 
-from knapformer.masked import MaskedAttention
-from knapformer.models.attention import PackedAttention, varlen_attention
+from knapformer.attention.kernels import PackedAttention, varlen_attention
+from knapformer.attention.masked import MaskedAttention
 from knapformer.models.parallel import init_weights, set_checkpointing, shard_model
 from knapformer.models.step import PackedStep
 from knapformer.models.transformer import Transformer

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from knapformer import ArgumentError
-from knapformer.device_copies import to_device
-from knapformer.masked import as_autocast
-from knapformer.models.attention import PackedAttention
-from knapformer.models.packing import Segments, lengths_list
+from knapformer.attention.inputs import as_autocast
+from knapformer.attention.kernels import PackedAttention
+from knapformer.attention.packing import Segments, lengths_list, to_device
 
 if TYPE_CHECKING:
     from knapformer import Plan, SequenceBalancer, Step

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from knapformer.models.packing import rotate
+from knapformer.attention.packing import rotate
 
 
 class Transformer(nn.Module):

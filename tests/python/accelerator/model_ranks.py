@@ -11,8 +11,9 @@ import simulated_device as sim
 import torch
 import torch.nn.functional as F
 from knapformer.adapters.named import build_model, config_from_dict, load_config, random_batch
+from knapformer.attention import kernels
 from knapformer.losses import sample_mean, token_mean
-from knapformer.models import attention, init_weights, set_checkpointing
+from knapformer.models import init_weights, set_checkpointing
 from torch import Tensor
 
 from knapformer import Sample, SequenceBalancer
@@ -140,5 +141,5 @@ class VarlenKernel:
 def a_model_with_the_kernel_agrees(rank: int, world: int, name: str, topology: str) -> tuple[dict[Any, Any], int]:
     """The results of models_agree for a model in bfloat16, and how often the kernel was called. When the first block
     runs, it is not known yet whether the device has the kernel."""
-    with mock.patch.object(attention, "varlen_attn", VarlenKernel()) as kernel:
+    with mock.patch.object(kernels, "varlen_attn", VarlenKernel()) as kernel:
         return models_agree(rank, world, [name], topology, dtype=torch.bfloat16)[name], kernel.num_calls

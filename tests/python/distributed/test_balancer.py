@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from balancer_checks import LENS, Check, causal_free_attention, own, run_checks
-from knapformer.models.attention import PackedAttention
+from knapformer.attention.kernels import PackedAttention
 from knapformer.models.step import PackedStep
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint

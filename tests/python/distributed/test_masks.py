@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from balancer_checks import Check, run_checks
-from knapformer.masked import MaskedAttention
+from knapformer.attention.masked import MaskedAttention
 from masks import dense_mask, random_mask
 from ranks import error_of
 from torch import Tensor

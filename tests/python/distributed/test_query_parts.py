@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from balancer_checks import Check, causal_free_attention, own, run_checks
-from knapformer.models.attention import PackedAttention, varlen_attention
+from knapformer.attention.kernels import PackedAttention, varlen_attention
 from ranks import error_of
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint

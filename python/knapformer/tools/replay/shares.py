@@ -21,7 +21,7 @@ from knapformer import Cluster, Plan, StepTime, TrainedModel, predict_step
 from knapformer._core import head_shares
 from knapformer._torch import MaskTables
 from knapformer.adapters.named import ModelConfig
-from knapformer.models.attention import kernel_for
+from knapformer.attention.kernels import kernel_for
 from knapformer.models.step import Attend, PackedStep
 from knapformer.tools.measure.blocks import build_kinds, passes
 from knapformer.tools.measure.timing import Work, measured_rounds

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from distributed.ranks import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
-from knapformer.models import attention
-from knapformer.models.attention import PackedAttention, pairing_of, varlen_attention
-from knapformer.models.packing import (
+from knapformer.attention import kernels
+from knapformer.attention.kernels import PackedAttention, pairing_of, varlen_attention
+from knapformer.attention.packing import (
     Rotation,
     Segments,
     TwoStreams,
@@ -198,12 +198,12 @@ class VarlenKernel:
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[VarlenKernel]:
     """As on a device that has the kernel and has not been asked yet."""
     kernel = VarlenKernel()
-    monkeypatch.setattr(attention, "varlen_attn", kernel)
-    monkeypatch.setattr(attention, "_may_have_kernel", lambda device: True)
-    for cached in (attention._kernel_runs, attention._kernel_options, attention._pairing):
+    monkeypatch.setattr(kernels, "varlen_attn", kernel)
+    monkeypatch.setattr(kernels, "_may_have_kernel", lambda device: True)
+    for cached in (kernels._kernel_runs, kernels._kernel_options, kernels._pairing):
         cached.cache_clear()
     yield kernel
-    for cached in (attention._kernel_runs, attention._kernel_options, attention._pairing):
+    for cached in (kernels._kernel_runs, kernels._kernel_options, kernels._pairing):
         cached.cache_clear()
 
 
@@ -255,7 +255,7 @@ def test_running_out_of_memory_is_not_taken_for_a_missing_kernel(
 
     x = torch.randn(5, 2, 4, dtype=torch.bfloat16)
     with monkeypatch.context() as full:
-        full.setattr(attention, "varlen_attn", too_large)
+        full.setattr(kernels, "varlen_attn", too_large)
         with pytest.raises(torch.OutOfMemoryError):
             varlen_attention(x, x, x, [2, 3])
     varlen_attention(x, x, x, [2, 3])
@@ -266,7 +266,7 @@ def test_a_kernel_that_does_not_run_is_named_once(kernel: VarlenKernel, monkeypa
     def refuse(*_: object, **__: object) -> Tensor:
         raise RuntimeError("no kernel image is available\nfor long reasons")
 
-    monkeypatch.setattr(attention, "varlen_attn", refuse)
+    monkeypatch.setattr(kernels, "varlen_attn", refuse)
     x = torch.randn(5, 2, 4, dtype=torch.bfloat16)
     with pytest.warns(UserWarning, match="bfloat16 .* on cpu: no kernel image is available; .* one by one"):
         out = varlen_attention(x, x, x, [2, 3])

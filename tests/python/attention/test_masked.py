@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from knapformer._torch import MaskTables
-from knapformer.masked import MaskedAttention, block_mask
-from knapformer.models.attention import PackedAttention
+from knapformer.attention.kernels import PackedAttention
+from knapformer.attention.masked import MaskedAttention, block_mask
 from masks import dense_mask, random_mask
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention

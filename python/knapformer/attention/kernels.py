@@ -28,9 +28,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from knapformer._core import check_mask
 from knapformer._torch import MaskTables
-from knapformer.device_copies import to_device
-from knapformer.masked import MaskedAttention, as_autocast, attend, layout_on, no_attention
-from knapformer.models.packing import Lengths, lengths_list
+from knapformer.attention.inputs import as_autocast, no_attention
+from knapformer.attention.masked import MaskedAttention, attend, layout_on
+from knapformer.attention.packing import Lengths, lengths_list, to_device
 
 
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, seq_lens: Lengths, mask: str = "full") -> Tensor:

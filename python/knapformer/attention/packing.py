@@ -15,9 +15,16 @@ import torch
 from torch import Tensor
 
 from knapformer import ArgumentError
-from knapformer.device_copies import to_device
 
 Lengths = Sequence[int] | Tensor
+
+
+def to_device(tensor: Tensor, device: torch.device | None) -> Tensor:
+    """Copies a CPU tensor to `device` (None: the CPU). The host does not wait: an accelerator reads pinned memory, and
+    torch keeps this memory until then. A "non-blocking" copy from any other memory blocks."""
+    if device is None or device.type in ("cpu", "meta"):
+        return tensor if device is None else tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def lengths_list(lens: Lengths) -> list[int]:
@@ -85,6 +92,23 @@ class Segments:
 
 
 _PIECE_ROWS = 64
+
+
+def runs_of(values: Tensor, device: torch.device) -> tuple[Tensor, Segments]:
+    """Where neighbouring tokens have the same row of modulation: what each such run of tokens has in common, and the
+    run of each token; on the device. values (tokens,) on the CPU."""
+    of_runs, counts = torch.unique_consecutive(values, return_counts=True)
+    return to_device(of_runs, device), Segments.of_lengths(counts, device)
+
+
+def rows_of_runs(
+    table: Tensor, lens: Lengths, row_of_token: Tensor, only: Tensor | slice = slice(None)
+) -> tuple[Tensor, Segments]:
+    """As runs_of, where tokens of a sample have one of several rows. table (samples or chunks, their rows, ...); lens:
+    tokens of each; row_of_token (tokens,) on the CPU: which of the rows. only: flags of tokens that are meant."""
+    rows = table.shape[1] * segment_index(lens) + row_of_token
+    of_runs, of_token = runs_of(rows[only], table.device)
+    return table.flatten(0, 1).index_select(0, of_runs), of_token
 
 
 def text_flags(text_lens: Sequence[int], image_lens: Sequence[int]) -> Tensor:
@@ -222,6 +246,11 @@ def rotations(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim
     angle = (positions[:, None].to(torch.float64) * theta**-exponents).unsqueeze(1)
     return Rotation(torch.stack([angle.cos(), angle.sin()], -1).to(torch.promote_types(dtype, torch.float32)))
+
+
+def rotation_of(rows: Tensor, dtype: torch.dtype) -> Rotation:
+    """The Rotation of these rows, for heads of `dtype`: what is rotated in float64 is not rounded to float32."""
+    return Rotation(rows.to(torch.promote_types(rows.dtype, dtype)).contiguous().unsqueeze(1))
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
