@@ -147,15 +147,16 @@ class OfSequences:
         self._of_chunks, self._prepare = of_chunks, prepare
         self._prepared: dict[tuple[int, Any], Any] = {}
 
-    def kernel(self, attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """For one call of a step's attention: attend(q, k, v, *prepared)."""
-        first = 0  # a step's attention calls its kernel for sequences in the order of the chunks
+    def attention(self, step: PackedStep, q: Tensor, k: Tensor, v: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+        """step.attention by the kernel attend(q, k, v, *prepared)."""
+        first = 0  # it calls its kernel for sequences in the order of the chunks
 
         def call(
             q: Tensor, k: Tensor, v: Tensor, lens: Lengths, key_lens: Any = None, starts: Lengths | None = None
         ) -> Tensor:
             nonlocal first
             counts = lengths_list(lens)
+            first = 0 if first == len(self._of_chunks) else first  # once more, on a rank without queries
             spans = tuple(zip([0] * len(counts) if starts is None else lengths_list(starts), counts, strict=True))
             if (key := (first, spans)) not in self._prepared:
                 rows = self._of_chunks[first : first + len(spans)]
@@ -164,7 +165,9 @@ class OfSequences:
             return attend(q, k, v, *self._prepared[key])
 
         call.cuts_queries = True  # type: ignore[attr-defined]
-        return call
+        o = step.attention(q, k, v, call)
+        assert first in (0, len(self._of_chunks)), f"{first} of {len(self._of_chunks)} chunks were attended to"
+        return o
 
 
 class Adapter(ABC):

@@ -128,7 +128,7 @@ def parts_attention(
         return queries.join(*outs)
 
     q, k, v = (streams.join(*pair) for pair in heads)
-    return streams.split(step.attention(q, k, v, parts.kernel(attend)))
+    return streams.split(parts.attention(step, q, k, v, attend))
 
 
 def counts_of(flags: Tensor, chunk_lens: list[int]) -> list[int]:

@@ -28,7 +28,7 @@ class CausalChunks(Chunks):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attention(self, attn: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """By the project's own attention, whatever backend was chosen: others have not this mask."""
-        return self.step.attention(q, k, v, self.sequences.kernel(masked.attend)).flatten(1)
+        return self.sequences.attention(self.step, q, k, v, masked.attend).flatten(1)
 
 
 def _layout_of(parts: Tensor, spans: Sequence[tuple[int, int]], device: torch.device) -> tuple[Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from balancer_checks import Check, causal_free_attention, own, run_checks
+from knapformer.adapters.adapter import OfSequences
 from knapformer.attention.kernels import PackedAttention, varlen_attention
 from ranks import error_of
 from torch import Tensor
@@ -87,6 +88,25 @@ def check_refusals(rank: int, world_size: int) -> None:
         assert expected in message, (kind, message)
 
 
+def check_facts_of_sequences(rank: int, world_size: int) -> None:
+    """Each call of a kernel gets the rows of its own sequences, also where a rank has no queries at all."""
+    for lens, topology in (([[1], []], "g2n1"), ([[30, 3, 41], [1, 17]], "g2/1n1"), (LENS, "g2n1")):
+        balancer = SequenceBalancer(topology, **COST)
+        balancer.plan_routing(own(lens, rank))
+        row_of = torch.tensor(own(lens, rank), dtype=torch.int64).unsqueeze(1)
+        _, x, _, (of_chunks,) = balancer.route(torch.zeros(sum(own(lens, rank)), HEADS, DIM), [], [row_of])
+        seen: list[int] = []
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, rows: list[int], spans: list[tuple[int, int]]) -> Tensor:
+            assert all(first + count <= length for length, (first, count) in zip(rows, spans, strict=True))
+            seen.extend(rows)  # noqa: B023
+            return torch.zeros_like(q)
+
+        facts = OfSequences(of_chunks, lambda rows, spans, _: (rows.flatten().tolist(), spans))
+        assert facts.attention(balancer, x, x, x, attend).shape == x.shape
+        assert seen[: len(of_chunks)] == of_chunks.flatten().tolist()
+
+
 def check_memory(rank: int, world_size: int) -> None:
     """What a rank holds until its backward pass, beside the output, is what docs/sharing.md counts."""
     length, dim = 4000, 64
@@ -108,7 +128,7 @@ def check_memory(rank: int, world_size: int) -> None:
         assert sum(held.values()) == pytest.approx(of_keys + 2 * of_queries, rel=0.1), held
 
 
-CHECKS: list[Check] = [check_attention, check_memory, check_refusals]
+CHECKS: list[Check] = [check_attention, check_facts_of_sequences, check_memory, check_refusals]
 
 
 def test_on_two_ranks() -> None:
