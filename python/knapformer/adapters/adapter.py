@@ -173,12 +173,6 @@ class OfSequences:
 class Adapter(ABC):
     """For one class of models. Everything here is called with the user's own model and the model's own modules."""
 
-    # For the table in docs/integration.md: what is planned and moved, what a packed call refuses, and the first version
-    # of the class's package with which check() finds no difference.
-    sequence: ClassVar[str] = "text and image tokens"
-    left_out: ClassVar[str] = ""
-    since: ClassVar[str] = "0.37"
-
     required: ClassVar[tuple[str, ...]]
     optional: ClassVar[tuple[str, ...]] = ()
     # The layer that reads the samples' tokens: tensors without rows get the device and dtype of its weight.
@@ -201,7 +195,7 @@ class Adapter(ABC):
     # which they are added to the tokens of the image. Only of a JointAdapter.
     controls: ClassVar[dict[str, str]] = {}
 
-    # For check(): fields of a small model, of odd sizes that could be mistaken for each other; and random arguments,
+    # For check(): fields of a small model, of sizes that cannot be mistaken for each other; and random arguments,
     # (config, size, Draw) -> the argument, where drawn.py does not draw them as training has them.
     small: ClassVar[dict[str, Any]] = {}
     conditions: ClassVar[dict[str, Callable[..., Any]]] = {}
@@ -319,12 +313,17 @@ class Adapter(ABC):
             raise StateError(
                 "cache: got one of diffusers, expected none in a packed call (transformer.disable_cache())"
             )
+        for name, module in self.parts(model):
+            self._check_part(name, module)
+
+    def parts(self, model: Any) -> Iterator[tuple[str, nn.Module]]:
+        """The modules of `in_parts`, by their names."""
         owners = {"transformer": model}
         for name in self.lists():
             owners |= {f"{name}[{i}]": block for i, block in enumerate(model.get_submodule(name))}
         for (name, owner), part in itertools.product(owners.items(), self.in_parts):
             if (module := getattr(owner, part, None)) is not None:
-                self._check_part(f"{name}.{part}", module)
+                yield f"{name}.{part}", module
 
     def _check_part(self, name: str, module: Any) -> None:
         if package_of(_of_forward(module)) not in (LIBRARY, *_WRAPPERS, package_of(type(self))):

@@ -19,10 +19,11 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
+from torch.nn.modules.module import register_module_forward_hook
 
 from knapformer import ArgumentError, Cluster, StateError, TrainedModel
 from knapformer.adapters.adapter import Adapter
-from knapformer.adapters.balance import balance
+from knapformer.adapters.balance import balance, balanced
 from knapformer.adapters.drawn import Draw, random_sample
 from knapformer.adapters.named import defaults_of
 from knapformer.adapters.registry import adapter_of, find_model, register
@@ -202,6 +203,7 @@ def _found(small: SmallModel, ranks: int) -> dict[str, list[str]]:
     if importlib.util.find_spec("peft"):
         found["LoRA"] = _compared(small, with_lora(small.make(), small.adapter))
     found["no samples"] = _without_samples(small.balance(small.make()))
+    found["called modules"] = _passed_by(small)
     if ranks > 1:
         found[f"shared by {ranks} ranks"] = _on_ranks(small, ranks)
     return found
@@ -216,7 +218,7 @@ def _compared(small: SmallModel, model: Any, change: Callable[[Any], None] | Non
     try:
         predictions = small.balance(model)(samples)
     except TypeError as error:
-        raise StateError(f"{error}: modules that are called with Packed need an entry in Adapter.packed") from error
+        raise StateError(f"{error}: if a module was called with Packed, it needs an entry in Adapter.packed") from error
     sum((sample_loss(p, s) for p, s in zip(predictions, samples, strict=True)), predictions.zero).backward()
     return _differences(dict(enumerate(predictions)), outputs, gradients(model, samples), expected)
 
@@ -253,6 +255,25 @@ def _without_samples(model: Any) -> list[str]:
     model([]).zero.backward()
     missing = [name for name, parameter in model.named_parameters() if parameter.grad is None]
     return [f"no gradient of {missing[0]} ({len(missing)} have none), expected zeros"] if missing else []
+
+
+def _passed_by(small: SmallModel) -> list[str]:
+    """Modules with weights that the model's own calls go through, and a packed call neither does nor looks at."""
+    model, samples = small.make(), small.samples()
+    own = _called_by(lambda: [small.adapter.own(model, sample) for sample in samples])
+    small.balance(model)
+    known = _called_by(partial(model, samples)) | {module for _, module in balanced(model).adapter.parts(model)}
+    passed_by = {module for module in own - known if next(module.parameters(), None) is not None}
+    names = [name for name, module in model.named_modules() if module in passed_by]
+    expected = "a call, or Adapter.in_parts of the model or a block in Adapter.blocks or refiners"
+    return [f"{names[0]} is not called ({len(names)} are not), expected {expected}"] if names else []
+
+
+def _called_by(call: Callable[[], Any]) -> set[nn.Module]:
+    found: set[nn.Module] = set()
+    with register_module_forward_hook(lambda module, *_: found.add(module)):
+        call()
+    return found
 
 
 def _on_ranks(small: SmallModel, ranks: int) -> list[str]:

@@ -45,20 +45,23 @@ def random_sample(config: Any, size: Any, draw: Draw, conditions: bool = False) 
     drawn = _DRAWN | (config.adapter.conditions if conditions else {})
     sample = {}
     for name in (*config.adapter.required, *config.adapter.optional):
+        if conditions and name not in drawn:
+            raise ArgumentError(f"{name}: got nothing that draws it, expected Adapter.conditions[{name!r}]")
         try:
             if name in drawn:
                 sample[name] = drawn[name](config, size, draw)
         except AttributeError as error:
             of = f"Adapter.conditions[{name!r}]"
             raise ArgumentError(f"{name}: got no field {error.name}, by which it is drawn, expected {of}") from error
-    return sample
+    return {name: value for name, value in sample.items() if value is not None}
 
 
-def random_mask(size: Any) -> Tensor | None:
-    """(1, text tokens), at least one: the last third is padding; an empty text is nothing but padding."""
+def random_mask(size: Any, needed: bool = False) -> Any:
+    """float32 (1, text tokens), at least one: the last third is padding; an empty text is nothing but padding. None of
+    a text without padding, unless the model needs one."""
     count = max(size.text_tokens, 1)
     kept = size.text_tokens - count // 3
-    return None if kept == count else (torch.arange(count) < kept).float().unsqueeze(0)
+    return None if kept == count and not needed else (torch.arange(count) < kept).float().unsqueeze(0)
 
 
 def random_image(config: Any, draw: Draw, tokens: int = 257) -> Tensor | None:

@@ -40,7 +40,6 @@ def single_block(block: Any, x: Tensor, rows: Tensor, chunks: JointChunks) -> Te
 
 
 class Flux(JointAdapter):
-    left_out = "IP adapters, `controlnet_blocks_repeat` (repeat the list)"
     required: ClassVar[tuple[str, ...]] = (
         "hidden_states", "encoder_hidden_states", "pooled_projections", "timestep", "img_ids", "txt_ids",
     )  # fmt: skip
@@ -103,7 +102,6 @@ class Flux(JointAdapter):
 class LongCatImage(Flux):
     """diffusers' LongCatImageTransformer2DModel: FLUX.1 without pooled text and guidance."""
 
-    left_out = ""
     required = JointAdapter.required
     optional = ()
     packed = {
@@ -128,8 +126,6 @@ def pruned_norm(norm: Any, x: Tensor, rows: Tensor, packed: Packed) -> Tensor:
 class Chroma(Flux):
     """FLUX whose rows of modulation come from one layer."""
 
-    sequence = "text tokens that no mask hides, and image tokens"
-    left_out = f"{Flux.left_out}, masks of numbers (which diffusers adds to the scores)"
     required = JointAdapter.required
     optional = ("attention_mask",)
     packed = {
@@ -142,7 +138,6 @@ class Chroma(Flux):
         "approximator_hidden_dim": 9, "approximator_layers": 2,
     }  # fmt: skip
     conditions = {"attention_mask": lambda config, size, draw: _random_joint_mask(size)}
-
     named_configs = {}
 
     def embed(self, model: Any, samples: Samples) -> Home:
@@ -192,7 +187,6 @@ def parallel_block(block: Any, x: Tensor, rows: Tensor, chunks: JointChunks) -> 
 class Flux2(Flux):
     """Its blocks share three modulations, computed once a step."""
 
-    left_out = "the cache of reference images"
     required = JointAdapter.required
     in_parts = ("attn",)
     controls = {}

@@ -32,8 +32,6 @@ def block(block: Any, x: Tensor, rows: Tensor, chunks: Chunks) -> Tensor:
 
 
 class Flux3(JointAdapter):
-    since = "0.42"
-    sequence = "text, image and reference tokens"
     optional = ("image_cond_hidden_states", "image_cond_ids", "target_timestep")
     input_layer = "context_embedder"
     blocks = ("mode_blocks.image", "mode_blocks.image_cond", "single_transformer_blocks")

@@ -34,14 +34,18 @@ def refiner_block(block: Any, text: Tensor, cond: Tensor, chunks: Chunks) -> Ten
     return gated_add(text, block.ff(block.norm2(text)), gate_ff, chunks.of_token)
 
 
+def refiner_blocks(refiner: Any, text: Tensor, cond: Tensor, chunks: Chunks) -> Tensor:
+    """As HunyuanVideoIndividualTokenRefiner.forward, and that of 1.5."""
+    for each in refiner.refiner_blocks:
+        text = each(text, cond, chunks)
+    return text
+
+
 def token_refiner(refiner: Any, text: Tensor, times: Tensor, chunks: Chunks) -> Tensor:
     """As HunyuanVideoTokenRefiner.forward, and that of 1.5."""
     counts = to_device(torch.tensor(chunks.step.chunk_lens, dtype=torch.int64), text.device).unsqueeze(1)
     cond = refiner.time_text_embed(times, (chunks.of_token.sum(text.float()) / counts).to(text.dtype))
-    text = refiner.proj_in(text)
-    for each in refiner.token_refiner.refiner_blocks:
-        text = each(text, cond, chunks)
-    return text
+    return refiner.token_refiner(refiner.proj_in(text), cond, chunks)
 
 
 class Hunyuan(JointAdapter):
@@ -55,7 +59,7 @@ class Hunyuan(JointAdapter):
     conditions = {
         "timestep": lambda config, size, draw: 1000 * draw.time(),
         "encoder_hidden_states": lambda config, size, draw: draw.normal(1, size.text_tokens, config.text_embed_dim),
-        "encoder_attention_mask": lambda config, size, draw: text_mask(size),
+        "encoder_attention_mask": lambda config, size, draw: random_mask(size, needed=True),
     }
 
     def refined_text(self, model: Any, samples: Samples, times: Tensor, leading: bool) -> tuple[Tensor, list[int]]:
@@ -87,8 +91,6 @@ class Hunyuan(JointAdapter):
 class HunyuanVideo(Hunyuan):
     """A first frame that is given (image_condition_type "token_replace") has rows of modulation of its own."""
 
-    sequence = "video patches, and text tokens that no mask hides"
-    left_out = "texts with the padding in front"
     required = ("hidden_states", "timestep", "encoder_hidden_states", "encoder_attention_mask", "pooled_projections")
     optional = ("guidance",)
     blocks = ("transformer_blocks", "single_transformer_blocks")
@@ -98,6 +100,7 @@ class HunyuanVideo(Hunyuan):
         "HunyuanVideoSingleTransformerBlock": adaptive_single_block,
         "HunyuanVideoTokenReplaceSingleTransformerBlock": adaptive_single_block,
         "HunyuanVideoIndividualTokenRefinerBlock": refiner_block,
+        "HunyuanVideoIndividualTokenRefiner": refiner_blocks,
         "HunyuanVideoTokenRefiner": token_refiner,
         "HunyuanVideoPatchEmbed": patch_embedder,
         **NORM_OUT,
@@ -130,7 +133,6 @@ class HunyuanVideo(Hunyuan):
 class HunyuanVideo15(Hunyuan):
     """A picture of zeros, by which the model knows text-to-video, is left out like masked text."""
 
-    sequence = "video patches, and tokens of texts and picture that no mask hides"
     required = (
         "hidden_states", "timestep", "encoder_hidden_states", "encoder_attention_mask", "encoder_hidden_states_2",
         "encoder_attention_mask_2", "image_embeds",
@@ -140,6 +142,7 @@ class HunyuanVideo15(Hunyuan):
     packed = {
         "HunyuanVideo15TransformerBlock": adaptive_double_block,
         "HunyuanVideo15IndividualTokenRefinerBlock": refiner_block,
+        "HunyuanVideo15IndividualTokenRefiner": refiner_blocks,
         "HunyuanVideo15TokenRefiner": token_refiner,
         "HunyuanVideo15PatchEmbed": patch_embedder,
         **NORM_OUT,
@@ -154,7 +157,7 @@ class HunyuanVideo15(Hunyuan):
         "timestep_r": lambda config, size, draw: 1000 * draw.time() if config.use_meanflow else None,
         "encoder_hidden_states_2": lambda config, size, draw: draw.normal(1, size.text_tokens, 9),
         # The second text may be nothing but padding; and half of the samples have a picture.
-        "encoder_attention_mask_2": lambda config, size, draw: text_mask(size) * (size.grid[2] > 2),
+        "encoder_attention_mask_2": lambda config, size, draw: random_mask(size, needed=True) * (size.grid[2] > 2),
         "image_embeds": lambda config, size, draw: draw.normal(1, 5, 11) * (size.grid[2] == 3),
     }
 
@@ -179,8 +182,3 @@ class HunyuanVideo15(Hunyuan):
             (model.image_embedder(image) + of_kind[2], image_lens),
         )
         return self.home_of_videos(model, samples, context, context_lens, cond)
-
-
-def text_mask(size: Any) -> Tensor:
-    mask = random_mask(size)
-    return torch.ones(1, size.text_tokens) if mask is None else mask

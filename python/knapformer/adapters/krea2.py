@@ -51,9 +51,6 @@ def final_layer(layer: Any, x: Tensor, cond: Tensor, packed: Packed) -> Tensor:
 
 
 class Krea2(JointAdapter):
-    since = "0.39"
-    sequence = "text tokens that no mask hides, and image tokens"
-    left_out = "masks of numbers (which diffusers adds to the scores)"
     required = ("hidden_states", "encoder_hidden_states", "timestep", "position_ids")
     optional = ("encoder_attention_mask",)
     input_layer = "img_in"

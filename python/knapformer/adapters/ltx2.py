@@ -142,9 +142,6 @@ def block(
 
 
 class LTX2(JointAdapter):
-    since = "0.38"
-    sequence = "audio and video tokens; their texts travel beside"
-    left_out = "masks of video tokens, keyframes, guidance by perturbed or isolated modalities"
     required = (
         "hidden_states", "audio_hidden_states", "encoder_hidden_states", "audio_encoder_hidden_states", "timestep",
     )  # fmt: skip
@@ -184,6 +181,10 @@ class LTX2(JointAdapter):
         "width": lambda config, size, draw: size.grid[2],
         "fps": lambda config, size, draw: 12.0 + size.text_tokens,
         "audio_num_frames": lambda config, size, draw: 4,
+        "video_coords": lambda config, size, draw: (
+            draw.normal(1, 3, size.visual_tokens, 2) if size.text_tokens % 3 == 1 else None
+        ),
+        "audio_coords": lambda config, size, draw: draw.normal(1, 1, 4) if size.text_tokens % 3 == 1 else None,
         "use_cross_timestep": lambda config, size, draw: size.text_tokens % 2 == 0,
     }
 

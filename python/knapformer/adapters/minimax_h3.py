@@ -64,8 +64,6 @@ def _like(module: Any, x: Tensor) -> Tensor:
 
 
 class MiniMaxH3(Adapter):
-    since = "0.40"
-    sequence = "text, video and audio tokens"
     required = (
         "hidden_states", "audio_hidden_states", "encoder_hidden_states", "timestep", "timestep_indices", "token_tags",
         "position_ids", "video_indices", "audio_indices", "text_indices",

@@ -14,8 +14,6 @@ from knapformer.models.transformer import TransformerBlock
 
 
 class Plain(Adapter):
-    since = ""
-    sequence = "tokens"
     required = ("hidden_states",)
     input_layer = "in_proj"
     blocks = ("blocks",)

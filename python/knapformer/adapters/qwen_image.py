@@ -31,7 +31,6 @@ def block(
 
 
 class QwenImage(JointAdapter):
-    sequence = "text tokens that no mask hides, and image tokens, those of references too"
     required = ("hidden_states", "encoder_hidden_states", "timestep", "img_shapes")
     optional = ("encoder_hidden_states_mask", "txt_seq_lens", "additional_t_cond")
     input_layer = "img_in"
@@ -55,6 +54,7 @@ class QwenImage(JointAdapter):
     conditions = {  # (diffusers refuses an empty text: it gets one token, masked)
         "encoder_hidden_states": lambda config, size, draw: draw.normal(1, max(size.text_tokens, 1), 10),
         "encoder_hidden_states_mask": lambda config, size, draw: random_mask(size),
+        "txt_seq_lens": lambda config, size, draw: None,  # newer versions do not take it
         # The last row of larger pictures is a reference.
         "img_shapes": lambda config, size, draw: [
             [(f, h, w)] if h < 4 else [(f, h - 1, w), (1, f, w)] for f, h, w in [size.grid]

@@ -59,9 +59,6 @@ def final_norm(norm: Any, x: Tensor, cond: Tensor, packed: Packed) -> Tensor:
 
 
 class QwenImage21(Adapter):
-    since = "0.41"
-    sequence = "text tokens that no mask hides, and image tokens, those of references too"
-    left_out = "the cache of keys"
     required = ("hidden_states", "encoder_hidden_states", "timestep", "img_shapes", "img_mask")
     optional = ("encoder_hidden_states_mask",)
     input_layer = "img_in"

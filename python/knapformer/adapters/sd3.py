@@ -13,7 +13,6 @@ from knapformer.adapters.samples import Samples
 
 
 class StableDiffusion3(JointAdapter):
-    left_out = "blocks with two attentions (3.5 medium)"
     required = ("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep")
     input_layer = "pos_embed.proj"
     blocks = ("transformer_blocks",)

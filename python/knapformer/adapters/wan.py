@@ -73,7 +73,6 @@ def vace_block(
 
 
 class Wan(Adapter):
-    sequence = "video patches; text and picture travel beside"
     required: ClassVar[tuple[str, ...]] = ("hidden_states", "timestep", "encoder_hidden_states")
     optional: ClassVar[tuple[str, ...]] = ("encoder_hidden_states_image",)
     input_layer = "patch_embedding"
@@ -177,7 +176,6 @@ class ChronoEdit(Wan):
 class SkyReelsV2(Wan):
     """diffusers' SkyReelsV2Transformer3DModel where attention is full: Wan's blocks, and one time step a sample."""
 
-    left_out = "diffusion forcing, frames in causal blocks, embedded frame rates"
     packed = {"SkyReelsV2TransformerBlock": block}
     processors = ("SkyReelsV2AttnProcessor",)
     refused = ("inject_sample_info",)
@@ -192,9 +190,6 @@ class SkyReelsV2(Wan):
 
 class WanVACE(Wan):
     """diffusers' WanVACETransformer3DModel. Blocks of their own read the control, which travels with its tokens."""
-
-    sequence = "video and control patches; text and picture travel beside"
-    left_out = "control of another size, `control_hidden_states_scale`"
 
     required = (*Wan.required, "control_hidden_states")
     blocks = ("vace_blocks", "blocks")

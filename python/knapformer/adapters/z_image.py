@@ -35,8 +35,6 @@ def final_layer(layer: Any, x: Tensor, cond: Tensor, packed: Packed) -> Tensor:
 
 
 class ZImage(JointAdapter):
-    sequence = "text and image tokens, each padded to a multiple of 32"
-    left_out = "several images a sample and SigLIP (omni), ControlNet, several patch sizes"
     required = ("x", "t", "cap_feats")
     input_layer = "cap_embedder.1"
     blocks = ("noise_refiner", "layers")

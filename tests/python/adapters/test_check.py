@@ -34,10 +34,12 @@ def test_what_differs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         check(Derived, ranks=1)
     lines = str(raised.value).splitlines()
     assert lines[0] == "Derived, packed, against its own forward"
-    for line, name in zip(lines[1:], ("packed", "checkpointed", "LoRA", "no samples"), strict=True):
+    names = ("packed", "checkpointed", "LoRA", "no samples", "called modules")
+    for line, name in zip(lines[1:], names, strict=True):
         assert line.startswith(name)
     assert "output of samples[" in lines[1] and "gradient of " in lines[1]
     assert "no gradient of single_transformer_blocks.0.norm.linear.weight (" in lines[4]
+    assert "single_transformer_blocks.0 is not called (" in lines[5]
 
 
 def test_residuals_behind_other_blocks_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,35 +51,61 @@ def test_residuals_behind_other_blocks_are_noticed(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("lacking", "message"),
+    ("case", "lacking", "message"),
     [
         (
+            "flux",
             {"packed": {}},
             r"transformer_blocks\.0: got FluxTransformerBlock with the forward of FluxTransformerBlock, which",
         ),
         (
+            "flux",
             {"packed": {name: of for name, of in flux.Flux.packed.items() if name != "AdaLayerNormContinuous"}},
-            r"AdaLayerNormContinuous.forward\(\) takes .* were given: modules that are called with Packed need an entr",
+            r"AdaLayerNormContinuous.forward\(\) takes .* were given: if a module was called with Packed, it needs",
         ),
         (
+            "flux",
             {"processors": ()},
             r"attn.processor: got FluxAttnProcessor, expected one of Adapter.processors, which has none",
         ),
+        (
+            "flux",
+            {"in_parts": ("attn", "norm1", "norm")},
+            r"called modules +transformer_blocks.0.norm1_context is not called \(2 are not\), expected a call, or A",
+        ),
+        (
+            "z-image",
+            {"refiners": ()},
+            r"called modules +context_refiner.0.attention is not called \(2 are not\), expected .* Adapter.blocks or r",
+        ),
     ],
 )
-def test_what_an_adapter_lacks_is_named(lacking: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_an_adapter_lacks_is_named(
+    case: str, lacking: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_class, adapter = cases()[case].model_class, cases()[case].adapter
     monkeypatch.setattr(registry, "_ADAPTERS", dict(registry._ADAPTERS))
-    register(MODEL, type("Lacking", (flux.Flux,), lacking | {"__module__": __name__}))
+    register(model_class, type("Lacking", (adapter,), lacking | {"__module__": __name__}))
     with pytest.raises((ArgumentError, StateError), match=message):
-        check(MODEL, ranks=1)
+        check(model_class, ranks=1)
 
 
-def test_an_argument_that_cannot_be_drawn_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The class names the width of its text otherwise than FLUX does."""
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        # The class names the width of its text otherwise than FLUX does, and has a mask, which FLUX has not.
+        (
+            "encoder_hidden_states",
+            "got no field joint_attention_dim, by which it is drawn, expected Adapter.conditions",
+        ),
+        ("encoder_attention_mask", "got nothing that draws it, expected Adapter.conditions"),
+    ],
+)
+def test_an_argument_that_cannot_be_drawn_is_named(name: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     hunyuan = cases()["hunyuan-video"]
-    conditions = {name: draw for name, draw in hunyuan.adapter.conditions.items() if "encoder_hidden" not in name}
+    conditions = {other: draw for other, draw in hunyuan.adapter.conditions.items() if other != name}
     monkeypatch.setattr(hunyuan.adapter, "conditions", conditions)
-    message = r"encoder_hidden_states: got no field joint_attention_dim, by which it is drawn, expected Adapter.conditi"
+    message = rf"{name}: {message}\['{name}'\]"
     with pytest.raises(ArgumentError, match=message):
         check(hunyuan.model_class, ranks=1)
 
