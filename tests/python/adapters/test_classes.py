@@ -146,16 +146,23 @@ def test_several_models_at_once_are_refused() -> None:
         knapformer.balance(models)
 
 
-def test_a_block_with_a_forward_of_its_own_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("case", "name", "expected"),
+    [
+        ("flux", "transformer_blocks.1", "FluxTransformerBlock"),
+        ("hunyuan-video", "context_embedder.token_refiner", "HunyuanVideoTransformerBlock"),
+    ],
+)
+def test_a_block_with_a_forward_of_its_own_is_refused(case: str, name: str, expected: str) -> None:
     """A packed call would compute diffusers' block in its place."""
-    model: Any = CASE.make()
-    block = model.transformer_blocks[1]
+    model: Any = cases()[case].make()
+    block = model.get_submodule(name)
     block.__class__, doubling = derived(type(block))
     assert knapformer.unbalance(knapformer.balance(model)) is model
     block.__class__ = doubling
     message = (
-        "transformer_blocks.1: got Doubling with the forward of Doubling, which a packed call would not compute, "
-        "expected that of FluxTransformerBlock or"
+        f"{name}: got Doubling with the forward of Doubling, which a packed call would not compute, "
+        f"expected that of {expected} or"
     )
     with pytest.raises(knapformer.ArgumentError, match=message):
         knapformer.balance(model)
