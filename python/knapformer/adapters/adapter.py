@@ -26,6 +26,7 @@ from knapformer.attention.packing import Lengths, Rotation, Segments, lengths_li
 from knapformer.models.step import Attend, PackedStep
 
 LIBRARY = "diffusers"
+STATE = "_knapformer"  # the attribute of modules whose forward balance() has replaced
 _WRAPPERS = ("peft", "torch")  # whose modules lead to the parts of what they wrap
 
 MAX_TEXT_TOKENS = 512  # the default: the limit with which published models are trained
@@ -34,6 +35,11 @@ MAX_TEXT_TOKENS = 512  # the default: the limit with which published models are 
 PackedForward = Callable[..., Any]
 # run(block, *arguments): calls a block as the model does, with its checkpointing.
 RunBlock = Callable[..., Any]
+
+
+def call(block: nn.Module, *arguments: Any) -> Any:
+    """The RunBlock of blocks that are not checkpointed."""
+    return block(*arguments)
 
 
 @dataclass
@@ -326,7 +332,9 @@ class Adapter(ABC):
                 yield f"{name}.{part}", module
 
     def _check_part(self, name: str, module: Any) -> None:
-        if package_of(_of_forward(module)) not in (LIBRARY, *_WRAPPERS, package_of(type(self))):
+        package = package_of(_of_forward(module))
+        is_put = "forward" in module.__dict__ and STATE not in module.__dict__ and package not in _WRAPPERS
+        if is_put or package not in (LIBRARY, *_WRAPPERS, package_of(type(self))):
             raise ArgumentError(
                 f"{name}: got {type(module).__name__} with a forward of its own, which a packed call would not "
                 f"compute, expected a class of {LIBRARY} (Adapter.in_parts)"

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from knapformer import ArgumentError, StateError
-from knapformer.adapters.adapter import MAX_TEXT_TOKENS, Adapter, Moved, Packed
+from knapformer.adapters.adapter import MAX_TEXT_TOKENS, STATE, Adapter, Moved, Packed
 from knapformer.adapters.controls import controlled, residual_rows
 from knapformer.adapters.registry import find_model
 from knapformer.adapters.samples import Predictions, Sample
@@ -26,7 +26,6 @@ from knapformer.models.step import PackedStep
 from knapformer.shared_samples import source_of_shared_samples
 
 Model = TypeVar("Model", bound=nn.Module)
-_STATE = "_knapformer"
 
 
 @dataclass(eq=False)
@@ -96,9 +95,9 @@ def balance(
                 "and add hooks, after balance()"
             )
     for _, module, packed_forward in packed:
-        setattr(module, _STATE, packed_forward)
+        setattr(module, STATE, packed_forward)
         module.forward = MethodType(_module_forward, module)
-    setattr(model, _STATE, _Balanced(adapter, balancer))
+    setattr(model, STATE, _Balanced(adapter, balancer))
     model.forward = MethodType(_model_forward, model)
     return transformer
 
@@ -106,30 +105,30 @@ def balance(
 def unbalance(transformer: Model) -> Model:
     """Undoes `balance`, in place, wherever its modules are by now. A model that is not balanced stays as it is."""
     model, _ = find_model(transformer)
-    modules = [module for module in model.modules() if _STATE in module.__dict__]
+    modules = [module for module in model.modules() if STATE in module.__dict__]
     for module in modules:
         if getattr(module.__dict__.get("forward"), "__func__", None) not in (_model_forward, _module_forward):
             raise StateError("transformer: its forward was replaced after balance(); undo that first")
     for module in modules:
-        del module.__dict__["forward"], module.__dict__[_STATE]
+        del module.__dict__["forward"], module.__dict__[STATE]
     return transformer
 
 
 def balanced(transformer: nn.Module) -> _Balanced:
     """The adapter and the balancer of a balanced model; another balancer may be assigned."""
-    return transformer.__dict__[_STATE]
+    return transformer.__dict__[STATE]
 
 
 def _check_packed(model: Any, adapter: Adapter) -> None:
     for name in adapter.lists():
         for i, block in enumerate(model.get_submodule(name)):
-            if not any(_STATE in module.__dict__ for module in block.modules()):
+            if not any(STATE in module.__dict__ for module in block.modules()):
                 raise StateError(f"{name}[{i}]: got a block that came after balance(), expected balance() again")
 
 
 def _module_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if args and isinstance(args[-1], Packed):
-        return module.__dict__[_STATE](module, *args)
+        return module.__dict__[STATE](module, *args)
     return type(module).forward(module, *args, **kwargs)
 
 
@@ -142,7 +141,7 @@ def _model_forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _packed_call(
     model: Any, samples: Sequence[Sample], *, planned: bool = False, placed: bool | None = None
 ) -> Predictions:
-    state: _Balanced = model.__dict__[_STATE]
+    state: _Balanced = model.__dict__[STATE]
     adapter, balancer = state.adapter, state.balancer
     try:
         if placed is None and not planned and (source := source_of_shared_samples()):

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from knapformer.adapters.adapter import Chunks, Home, Moved, RunBlock
+from knapformer.adapters.adapter import Chunks, Home, Moved, RunBlock, call
 from knapformer.adapters.joint import JointAdapter, final_norm, rotations_of_ids
 from knapformer.adapters.samples import Samples, one_after_another
 from knapformer.attention.packing import TwoStreams, gated_add, modulate, rotation_of, rows_of_runs
@@ -64,8 +64,7 @@ class Flux3(JointAdapter):
         text = model.context_embedder(text)
         alone = Chunks.alone(text_lens, text, rotation_of(of_text, text.dtype))
         rows = model.early_stream_modulations["txt"](F.silu(cond[:, 1]))
-        for each in model.txt_mode_blocks:
-            text = each(text, rows, alone)
+        text = alone.through(model.txt_mode_blocks, call, text, rows)
 
         pairs = list(zip(image_lens, reference_lens, strict=True))
         kinds = torch.tensor([_IMAGE, _REFERENCE]).repeat(len(pairs))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from knapformer import ArgumentError
-from knapformer.adapters.adapter import Chunks, Home, Moved, Packed, RunBlock, rotations_of_grids
+from knapformer.adapters.adapter import Chunks, Home, Moved, Packed, RunBlock, call, rotations_of_grids
 from knapformer.adapters.drawn import random_mask
 from knapformer.adapters.flux import adaptive_single_block
 from knapformer.adapters.joint import NORM_OUT, JointAdapter, adaptive_double_block, self_attention

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from knapformer.adapters.adapter import (
@@ -230,7 +229,8 @@ class JointAdapter(Adapter):
 
 def adaptive_rows(norm: Any, cond: Tensor, count: int) -> Tensor:
     """What diffusers' adaptive norms compute from the conditioning vectors: (chunks, count, width)."""
-    return norm.linear(F.silu(cond)).unflatten(-1, (count, -1))
+    activation = norm.act_fn if hasattr(norm, "act_fn") else norm.silu
+    return norm.linear(activation(cond)).unflatten(-1, (count, -1))
 
 
 def projected(attn: Any, x: Tensor, added: bool = False) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from knapformer.adapters.adapter import Chunks, Home, Moved, Packed, RunBlock, rotation_rows
+from knapformer.adapters.adapter import Chunks, Home, Moved, Packed, RunBlock, call, rotation_rows
 from knapformer.adapters.drawn import random_mask
 from knapformer.adapters.joint import JointAdapter, JointChunks, projected, stream_block
 from knapformer.adapters.samples import Samples
@@ -40,9 +40,7 @@ def text_fusion(fusion: Any, text: Tensor, chunks: Chunks) -> Tensor:
     for each in fusion.layerwise_blocks:
         text = each(text)
     text = fusion.projector(text.transpose(1, 2)).squeeze(-1)
-    for each in fusion.refiner_blocks:
-        text = each(text, chunks)
-    return text
+    return chunks.through(fusion.refiner_blocks, call, text)
 
 
 def final_layer(layer: Any, x: Tensor, cond: Tensor, packed: Packed) -> Tensor:

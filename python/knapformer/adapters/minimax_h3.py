@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from knapformer import ArgumentError
-from knapformer.adapters.adapter import Adapter, Chunks, Home, Moved, Packed, Part, RunBlock
+from knapformer.adapters.adapter import Adapter, Chunks, Home, Moved, Packed, Part, RunBlock, call
 from knapformer.adapters.joint import self_attention, stream_block
 from knapformer.adapters.samples import Samples, check_shape, on_host
 from knapformer.attention.packing import modulate, rotation_of, runs_of, to_device
@@ -46,9 +46,7 @@ def refiner_block(block: Any, text: Tensor, chunks: Chunks) -> Tensor:
 
 
 def token_refiner(refiner: Any, text: Tensor, chunks: Chunks) -> Tensor:
-    for each in refiner.refiner_blocks:
-        text = each(text, chunks)
-    return refiner.final_norm(text)
+    return refiner.final_norm(chunks.through(refiner.refiner_blocks, call, text))
 
 
 def final_norm(norm: Any, x: Tensor, cond: Tensor, packed: Packed) -> Tensor:

@@ -20,9 +20,9 @@ Sample = Mapping[str, Any]
 class Samples:
     """This rank's samples. Each is the keyword arguments of diffusers' forward, with a batch of one.
 
-    required, optional: names of the arguments that the adapter reads. Other arguments in a sample must be None or {},
-    except `return_dict`, which is ignored. Tensors of one name have one dtype. like: a weight of the model's input
-    layer. Where there are no samples, tensors of 0 rows get its device and dtype.
+    required, optional: names of the arguments that the adapter reads. Other arguments in a sample must be None, empty
+    or False, except `return_dict`, which is ignored. Tensors of one name have one dtype. like: a weight of the model's
+    input layer. Where there are no samples, tensors of 0 rows get its device and dtype.
 
     Raises ArgumentError that names the sample and the argument.
     """
@@ -44,7 +44,7 @@ class Samples:
                 if sample.get(name) is None:
                     raise ArgumentError(f"samples[{i}]: got no {name!r}, expected {', '.join(required)}")
             for name, value in sample.items():
-                if name not in (*required, *optional, "return_dict") and value is not None and value != {}:
+                if name not in (*required, *optional, "return_dict") and (isinstance(value, Tensor) or value):
                     allowed = ", ".join((*required, *optional))
                     raise ArgumentError(
                         f"samples[{i}]: got {name!r}, expected some of {allowed} in a packed call; calls with others "

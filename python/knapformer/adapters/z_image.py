@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from knapformer import ArgumentError, StateError
-from knapformer.adapters.adapter import Chunks, Home, Moved, Packed, RunBlock
+from knapformer.adapters.adapter import Chunks, Home, Moved, Packed, RunBlock, call
 from knapformer.adapters.joint import JointAdapter, self_attention
 from knapformer.adapters.samples import Samples, check_shape
 from knapformer.attention.packing import gated_add, modulate, rotation_of
@@ -80,8 +80,7 @@ class ZImage(JointAdapter):
         text, of_text, text_lens = _embedded(model, texts, model.cap_embedder, width, model.cap_pad_token)
         cond = model.t_embedder(samples.one_each("t") * model.t_scale).to(image.dtype)
         alone = Chunks.alone(text_lens, text, rotation_of(of_text, text.dtype))
-        for each in model.context_refiner:
-            text = each(text, None, alone)
+        text = alone.through(model.context_refiner, call, text, None)
         home = self.home(text, text_lens, image, image_lens, (of_text, of_image), cond, grids=sizes)
         home.sequence_features.append(torch.tensor([text_lens, image_lens], dtype=torch.int64).t())
         return home

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
 from adapters.cases import Sample, cases
 from knapformer.adapters import registry
 from knapformer.adapters.adapter import Part
-from knapformer.adapters.check import SIZES
+from knapformer.adapters.check import SIZES, relative_error
 from torch import nn
 
 import knapformer
@@ -122,13 +123,42 @@ def test_an_adapter_for_a_class_of_the_same_name_leaves_that_of_diffusers(monkey
 def test_a_module_that_is_read_in_parts_has_the_forward_of_diffusers(case: str, owner: str, part: str) -> None:
     model: Any = cases()[case].make()
     module = model.get_submodule(owner + part)
-    module.__class__, doubling = derived(type(module))
-    assert knapformer.unbalance(knapformer.balance(model)) is model
-    module.__class__ = doubling
+    kept, doubling = derived(type(module))
     place = re.sub(r"\.(\d)\.", r"[\1].", owner) or "transformer."
-    message = f"{place}{part}: got Doubling with a forward of its own, which a packed call would not compute, expected"
-    with pytest.raises(knapformer.ArgumentError, match=re.escape(message)):
-        knapformer.balance(model)
+    for of, on_the_object in ((kept, False), (doubling, False), (kept, True)):
+        module.__class__ = of
+        if on_the_object:
+            module.forward = module.forward
+        elif of is kept:
+            assert knapformer.unbalance(knapformer.balance(model)) is model
+            continue
+        message = f"{place}{part}: got {of.__name__} with a forward of its own, which a packed call would not compute"
+        with pytest.raises(knapformer.ArgumentError, match=re.escape(message)):
+            knapformer.balance(model)
+
+
+def louder(of: type) -> type:
+    class Louder(of):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return pytree.tree_map_only(torch.Tensor, lambda x: 1.1 * x, super().forward(*args, **kwargs))
+
+    return Louder
+
+
+@pytest.mark.parametrize("name", cases())
+@torch.no_grad()
+def test_every_other_module_is_called_as_it_is(name: str) -> None:
+    """Also an activation that a user puts in the place of another."""
+    case = cases()[name]
+    model: Any = case.make()
+    for path, module in [*model.named_modules()][1:]:
+        is_known = type(module).__name__ in case.adapter.packed or path.rpartition(".")[2] in case.adapter.in_parts
+        if not is_known and not isinstance(module, nn.ModuleList | nn.ModuleDict):
+            module.__class__ = louder(type(module))
+    samples = [case.sample(size, seed) for seed, size in enumerate(SIZES)]
+    expected = [case.adapter.own(model, sample) for sample in samples]
+    for prediction, output in zip(case.balance(model)(samples), expected, strict=True):
+        assert relative_error(prediction, output) <= 1e-5
 
 
 def test_a_block_that_came_after_balance_is_named() -> None:

@@ -155,6 +155,12 @@ def test_samples_that_are_no_list_of_arguments_are_named(samples: Any, message: 
         model(samples)
 
 
+def test_arguments_that_ask_for_nothing_are_taken() -> None:
+    model, sample = knapformer.balance(CASES["flux"].make()), samples_of("flux")[0]
+    nothing = {"controlnet_blocks_repeat": False, "joint_attention_kwargs": {}, "return_dict": False}
+    assert torch.equal(model([sample | nothing])[0], model([sample])[0])
+
+
 @pytest.mark.parametrize(
     ("case", "num_text", "limit"),
     [
