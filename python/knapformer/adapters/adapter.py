@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from knapformer import ArgumentError, StateError
-from knapformer.adapters.samples import Sample, Samples
+from knapformer.adapters.samples import Sample, Samples, cast_for
 from knapformer.attention.kernels import pairing_of
 from knapformer.attention.packing import Lengths, Rotation, Segments, lengths_list, rotate
 from knapformer.models.step import Attend, PackedStep
@@ -249,10 +249,13 @@ class Adapter(ABC):
 
     def read(self, model: Any, samples: Sequence[Sample]) -> Samples:
         """Raises ArgumentError where samples are not what `required` and `optional` say."""
-        like: Tensor = model.get_submodule(self.input_layer).weight
+        layer = model.get_submodule(self.input_layer)
+        like: Tensor = layer.weight
         if isinstance(like, DTensor):  # a unit of FSDP, which casts what it gets; other layers do not
             plain = (p for p in model.parameters() if not isinstance(p, DTensor) and p.is_floating_point())
             like = next(plain, like)
+        elif hasattr(model, "enable_layerwise_casting"):
+            like = cast_for(layer, like[:0])
         return Samples(samples, self.required, (*self.optional, *self.controls), like)
 
     @abstractmethod

@@ -36,9 +36,7 @@ def refiner_block(block: Any, text: Tensor, cond: Tensor, chunks: Chunks) -> Ten
 
 def refiner_blocks(refiner: Any, text: Tensor, cond: Tensor, chunks: Chunks) -> Tensor:
     """As HunyuanVideoIndividualTokenRefiner.forward, and that of 1.5."""
-    for each in refiner.refiner_blocks:
-        text = each(text, cond, chunks)
-    return text
+    return chunks.through(refiner.refiner_blocks, call, text, cond)
 
 
 def token_refiner(refiner: Any, text: Tensor, times: Tensor, chunks: Chunks) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from knapformer import ArgumentError
 from knapformer.adapters.adapter import Adapter, Chunks, Home, Moved, Packed, Part, RunBlock, call
 from knapformer.adapters.joint import self_attention, stream_block
-from knapformer.adapters.samples import Samples, check_shape, on_host
+from knapformer.adapters.samples import Samples, cast_for, check_shape, on_host
 from knapformer.attention.packing import modulate, rotation_of, runs_of, to_device
 
 _MODALITIES = 3  # of which each has rows of modulation of its own, for each time step
@@ -50,15 +50,8 @@ def token_refiner(refiner: Any, text: Tensor, chunks: Chunks) -> Tensor:
 
 
 def final_norm(norm: Any, x: Tensor, cond: Tensor, packed: Packed) -> Tensor:
-    shift, scale = norm.linear(_like(norm.linear, F.silu(cond))).chunk(2, -1)
+    shift, scale = norm.linear(cast_for(norm.linear, F.silu(cond))).chunk(2, -1)
     return modulate(norm.norm(x), shift, scale, packed.of_token)
-
-
-def _like(module: Any, x: Tensor) -> Tensor:
-    """In the dtype of the module's weights: the model has several."""
-    from diffusers.models.modeling_utils import get_parameter_dtype
-
-    return x.to(get_parameter_dtype(module))
 
 
 class MiniMaxH3(Adapter):
@@ -101,9 +94,9 @@ class MiniMaxH3(Adapter):
         widths = (config.in_channels * math.prod(config.patch_size), config.audio_in_channels, config.text_dim)
         names = ("hidden_states", "audio_hidden_states", "encoder_hidden_states")
         (video, *of_video), (audio, *of_audio), (text, text_lens) = map(samples.rows, names, widths)
-        text = model.context_embedder(_like(model.context_embedder, text))
+        text = model.context_embedder(cast_for(model.context_embedder, text))
         text = model.token_refiner(text, Chunks.alone(text_lens, text))
-        video, audio = (to(_like(to, rows)) for to, rows in ((model.proj_in, video), (model.audio_proj_in, audio)))
+        video, audio = (to(cast_for(to, rows)) for to, rows in ((model.proj_in, video), (model.audio_proj_in, audio)))
         x, places = text.new_zeros(sum(lens), text.shape[1]), {}
         starts = [0, *itertools.accumulate(lens)]
         for name, rows, of in (("text", text, text_lens), ("video", video, *of_video), ("audio", audio, *of_audio)):
@@ -142,12 +135,12 @@ class MiniMaxH3(Adapter):
 
     @staticmethod
     def _embedded(model: Any, times: Tensor) -> Tensor:
-        return model.time_embedder(_like(model.time_embedder, model.time_proj(times)))
+        return model.time_embedder(cast_for(model.time_embedder, model.time_proj(times)))
 
     def head(self, model: Any, x: Tensor, home: Home) -> list[Part]:
         times, *modalities = home.rest
         times, of_token = runs_of(times, x.device)
-        x = _like(model.proj_out, model.norm_out(x, self._embedded(model, times), Packed(of_token)))
+        x = cast_for(model.proj_out, model.norm_out(x, self._embedded(model, times), Packed(of_token)))
         parts = []
         for project, (places, lens) in zip((model.proj_out, model.audio_proj_out), modalities, strict=True):
             rows = to_device(places, x.device)

@@ -250,7 +250,8 @@ def rotations(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype
 
 def rotation_of(rows: Tensor, dtype: torch.dtype) -> Rotation:
     """The Rotation of these rows, for heads of `dtype`: what is rotated in float64 is not rounded to float32."""
-    return Rotation(rows.to(torch.promote_types(rows.dtype, dtype)).contiguous().unsqueeze(1))
+    dtype = torch.promote_types(torch.promote_types(rows.dtype, dtype), torch.float32)
+    return Rotation(rows.to(dtype).contiguous().unsqueeze(1))
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:

@@ -358,6 +358,28 @@ def test_dropout_is_the_same_when_it_is_recomputed(keep_exchanges: bool) -> None
     assert_gradients_equal(*gradients)
 
 
+def test_tables_of_positions_may_be_bfloat16() -> None:
+    """As `to(torch.bfloat16)` makes those that are buffers."""
+    case = cases()["wan"]
+    model = case.make().bfloat16()
+    sample = {name: of.bfloat16() for name, of in case.sample(SIZES[0], 0).items() if of is not None}
+    output = model(**sample).sample
+    assert relative_error(knapformer.balance(model)([sample])[0], output) <= 2e-2
+
+
+@pytest.mark.parametrize("name", ["flux", "flux3", "qwen-image21"])
+@torch.no_grad()
+def test_weights_that_are_cast_in_each_call(name: str) -> None:
+    """Where a rank has no samples, the layer that reads them gets numbers in the dtype in which it computes."""
+    case = cases()[name]
+    model: Any = case.balance(case.make())
+    model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
+    samples = [case.sample(size, seed) for seed, size in enumerate(SIZES)]
+    expected = [case.adapter.own(model, sample) for sample in samples]
+    assert len(model([])) == 0
+    assert all(relative_error(p, output) <= 1e-5 for p, output in zip(model(samples), expected, strict=True))
+
+
 def wan_in_float64(rank: int, world_size: int) -> float:
     case = cases()["wan"]
     model = knapformer.balance(case.make().double(), SequenceBalancer("g2n1"))
