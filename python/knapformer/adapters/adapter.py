@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from knapformer import ArgumentError, StateError
-from knapformer.adapters.samples import Sample, Samples, cast_for
+from knapformer.adapters.samples import Sample, Samples
 from knapformer.attention.kernels import pairing_of
 from knapformer.attention.packing import Lengths, Rotation, Segments, lengths_list, rotate
 from knapformer.models.step import Attend, PackedStep
@@ -249,13 +249,12 @@ class Adapter(ABC):
 
     def read(self, model: Any, samples: Sequence[Sample]) -> Samples:
         """Raises ArgumentError where samples are not what `required` and `optional` say."""
-        layer = model.get_submodule(self.input_layer)
-        like: Tensor = layer.weight
+        like: Tensor = model.get_submodule(self.input_layer).weight
         if isinstance(like, DTensor):  # a unit of FSDP, which casts what it gets; other layers do not
             plain = (p for p in model.parameters() if not isinstance(p, DTensor) and p.is_floating_point())
             like = next(plain, like)
         elif hasattr(model, "enable_layerwise_casting"):
-            like = cast_for(layer, like[:0])
+            like = cast_for(model.get_submodule(self.input_layer), like[:0])
         return Samples(samples, self.required, (*self.optional, *self.controls), like)
 
     @abstractmethod
@@ -360,6 +359,14 @@ class Adapter(ABC):
 def expect(condition: bool, name: str, value: object, expected: str) -> None:
     if not condition:
         raise ArgumentError(f"{name}: got {value!r}, expected {expected}")
+
+
+def cast_for(module: nn.Module, x: Tensor) -> Tensor:
+    """In the dtype in which a module of diffusers computes: models may have several, or cast weights in the call."""
+    from diffusers.models.modeling_utils import get_parameter_dtype
+
+    dtype = get_parameter_dtype(module)
+    return x.to(dtype) if dtype.is_floating_point else x  # quantized weights take floating-point numbers all the same
 
 
 def package_of(of: type) -> str:

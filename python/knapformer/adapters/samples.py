@@ -237,13 +237,6 @@ def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor if tensor.is_cpu else next(parts).view(tensor.shape) for tensor in tensors]
 
 
-def cast_for(module: Any, x: Tensor) -> Tensor:
-    """In the dtype in which a module of diffusers computes: models may have several, or cast weights in the call."""
-    from diffusers.models.modeling_utils import get_parameter_dtype
-
-    return x.to(get_parameter_dtype(module))
-
-
 @dataclass(eq=False)
 class Predictions(Sequence[Any]):
     """What diffusers' forward would have returned for each sample, in order; each with its batch of one: a tensor, or a

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from knapformer import ArgumentError, StateError
-from knapformer.adapters.adapter import Adapter, Chunks, Home, Moved, Part, RunBlock, rotations_of_grids
+from knapformer.adapters.adapter import Adapter, Chunks, Home, Moved, Part, RunBlock, cast_for, rotations_of_grids
 from knapformer.adapters.drawn import random_grid, random_image
 from knapformer.adapters.samples import Samples, check_shape, context_of_rows, one_after_another, rows_of_context
 from knapformer.attention.kernels import Pairing, pairing_of
@@ -246,7 +246,4 @@ def _random_times(size: Any, draw: Any) -> Tensor:
 
 def _time_embedding(embedder: Any, times: Tensor, dtype: torch.dtype) -> Tensor:
     projected = embedder.timesteps_proj(times)
-    of_weights = next(embedder.time_embedder.parameters()).dtype
-    if of_weights.is_floating_point:  # quantized weights take floating-point numbers all the same
-        projected = projected.to(of_weights)
-    return embedder.time_embedder(projected).to(dtype)
+    return embedder.time_embedder(cast_for(embedder.time_embedder, projected)).to(dtype)
