@@ -92,7 +92,7 @@ py::list parts_of_sequence(const Plan& step) {
   py::list out;
   for_each_sequence(step, [&](SequenceId, const MicroBatchPlan& plan, SequenceId in_plan) {
     const int64_t length = plan.seq_lens()[in_plan];
-    const Mask mask = plan.input().mask_of(in_plan).value_or(Mask());
+    const Mask mask = plan.input().mask_of(in_plan);
     py::list parts;
     for (const QueryPart& p : plan.query_parts(in_plan)) {
       parts.append(py::make_tuple(p.first_query, p.num_queries, p.first_key, p.num_keys, mask.pairs_of(length, p)));

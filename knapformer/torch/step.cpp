@@ -75,18 +75,17 @@ void Step::check_mask(const KernelMask& mask) const {
   RankPlan& s = *rank_plan_;
   if (!mask || mask == s.kernel_mask || mask == s.common_mask) return;
   const PlanInput& input = s.plan->input();
-  const auto described = [](const std::optional<Mask>& of, double pairs) {
-    return text(of ? text("'", of->str(), "'") : "another mask", ", which leaves ", pairs, " (query, key) pairs");
+  const auto described = [](const Mask& of, int64_t length) {
+    return text("'", of.str(), "', which leaves ", of.pairs(length), " (query, key) pairs");
   };
   // Given work stands for any mask, unless a mask was given, too.
-  const bool is_planned = input.given_work.empty() || !input.attention_pairs.empty();
+  const bool is_planned = input.given_work.empty() || !input.masks.empty();
   for (SequenceId id(0); is_planned && id.value < s.plan->num_sequences(); ++id.value) {
     const int64_t length = input.seq_lens[id];
-    const std::optional<Mask> own = input.mask_of(id);
-    const auto pairs = static_cast<double>(mask->pairs(length)), planned = input.mask_pairs_of(id);
-    if (own ? own->sees_as(*mask, length) : pairs == planned) continue;
-    throw_argument("mask", text(described(mask, pairs), " of sequence ", id.value, " (", length, " tokens)"),
-                   text(described(own, planned), ", as the plan counts: the mask that the kernel applies"));
+    const Mask own = input.mask_of(id);
+    if (own.sees_as(*mask, length)) continue;
+    throw_argument("mask", text(described(*mask, length), " of sequence ", id.value, " (", length, " tokens)"),
+                   text(described(own, length), ", as the plan counts: the mask that the kernel applies"));
   }
   s.kernel_mask = mask;
 }

@@ -7,17 +7,16 @@
 namespace knapformer {
 namespace {
 
-/// Null: not known.
-void check(const Mask* mask) {
-  if (mask != nullptr && mask->kind != Mask::Kind::kDensity) return;
-  throw_argument("mask", mask != nullptr ? text("'", mask->str(), "'") : "a number of pairs alone",
+void check(const Mask& mask) {
+  if (mask.kind != Mask::Kind::kDensity) return;
+  throw_argument("mask", text("'", mask.str(), "'"),
                  "a mask that says which keys a query sees, or a kernel (attend) that applies it");
 }
 
 }  // namespace
 
 void MaskRows::add(const Mask& mask, int64_t seq_len, const QueryPart& part) {
-  check(&mask);
+  check(mask);
   int64_t first = 0;
   for (const MaskRun& run : mask.runs(seq_len)) {
     const int64_t begin = std::max(first, part.first_query);
@@ -39,15 +38,12 @@ MaskRows MaskRows::of(const MicroBatchPlan& plan, const AttentionLevel& level) {
   MaskRows rows;
   for (size_t s = 0; s < level.sequences.size(); ++s) {
     const SequenceId id = level.sequence_ids[s];
-    rows.add(*plan.input().mask_of(id), plan.seq_lens()[id], level.sequences[s]);
+    rows.add(plan.input().mask_of(id), plan.seq_lens()[id], level.sequences[s]);
   }
   return rows;
 }
 
-void check_masks_run(const PlanInput& input) {
-  if (!input.attention_pairs.empty() && input.masks.empty()) check(nullptr);
-  for (const Mask& mask : input.masks) check(&mask);
-}
+void check_masks_run(const PlanInput& input) { std::ranges::for_each(input.masks, check); }
 
 size_t MaskRows::max_ranges() const {
   size_t most = 0;

@@ -56,20 +56,10 @@ void PlanInput::validate() const {
   workload.validate();
   cluster.validate();
   model.validate();
-  if (!attention_pairs.empty() && attention_pairs.size() != static_cast<size_t>(seq_lens.num_sequences())) {
-    throw_argument("attention_pairs", text(attention_pairs.size(), " counts"),
-                   text("none, or one for each of the ", seq_lens.num_sequences(), " sequences"));
-  }
-  if (!masks.empty() && masks.size() != attention_pairs.size()) {
-    throw_argument("masks", text(masks.size(), " masks"),
-                   text("one for each of the ", attention_pairs.size(), " counts of pairs"));
-  }
-  for (size_t s = 0; s < attention_pairs.size(); ++s) {
-    const int64_t length = seq_lens[SequenceId(s)];
-    if (attention_pairs[s] < 0 || attention_pairs[s] > length * length) {
-      throw_argument("attention_pairs", text(attention_pairs[s], " for sequence ", s),
-                     text("0 to ", length, "^2 pairs"));
-    }
+  const int32_t num_sequences = seq_lens.num_sequences();
+  if (masks.size() != attention_pairs.size() || (!masks.empty() && std::ssize(masks) != num_sequences)) {
+    throw_argument("masks", text(masks.size(), " masks and ", attention_pairs.size(), " counts of their pairs"),
+                   text("none, or as give_masks sets them for each of the ", num_sequences, " sequences"));
   }
   if (!rank_speed.empty() && rank_speed.size() != static_cast<size_t>(seq_lens.num_ranks())) {
     throw_argument("rank_speed", text(rank_speed.size(), " speeds"),
@@ -139,13 +129,8 @@ void PlanInput::append_given(const PlanInput& from, SequenceId id) {
   append(&PlanInput::given_work);
 }
 
-std::optional<Mask> PlanInput::mask_of(SequenceId id) const {
-  if (!masks.empty()) return masks[id.index()];
-  return attention_pairs.empty() ? std::optional(Mask()) : std::nullopt;
-}
-
 std::optional<Mask> PlanInput::common_mask() const {
-  if (masks.empty()) return mask_of(SequenceId(0));
+  if (masks.empty()) return Mask();
   const bool is_common = std::ranges::all_of(masks, [&](const Mask& mask) { return mask == masks[0]; });
   return is_common ? std::optional(masks[0]) : std::nullopt;
 }

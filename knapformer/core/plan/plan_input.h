@@ -23,10 +23,8 @@ struct PlanInput {
   Topology topology = {};
   int64_t d_model = 0;  // width, in features
   WorkloadModel workload = {};
-  /// (query, key) pairs that the mask leaves of each sequence, from 0 to l^2 (Mask::pairs). Empty: full attention.
+  /// The (query, key) pairs and the mask of each sequence (give_masks). Empty: full attention.
   std::vector<int64_t> attention_pairs = {};
-  /// The mask of each sequence, by which attention is computed and queries are cut. Empty: full attention everywhere,
-  /// or masks of which only the pairs are known; then parts of queries are equally long, and see all keys.
   std::vector<Mask> masks = {};
   Cluster cluster = {};
   TrainedModel model = {};
@@ -53,9 +51,8 @@ struct PlanInput {
   PlanInput without_sequences() const;
   /// Appends what `from` has given for a sequence.
   void append_given(const PlanInput& from, SequenceId id);
-  /// Not known: nothing.
-  std::optional<Mask> mask_of(SequenceId id) const;
-  /// That of every sequence, where all have the same one and it is known. Looks at each sequence.
+  Mask mask_of(SequenceId id) const { return masks.empty() ? Mask() : masks[id.index()]; }
+  /// That of every sequence, where all have the same one. Looks at each sequence.
   std::optional<Mask> common_mask() const;
 
   /// The work of the per-token layers, in FLOPs.

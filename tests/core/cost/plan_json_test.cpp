@@ -124,6 +124,8 @@ TEST(PlanJson, RefusesPairsThatItsMasksDoNotLeave) {
   bad = good;
   bad["masks"][2] = "c10 f30";  // of 40 tokens
   EXPECT_THROW(plan_from_json(bad.dump()), ArgumentError);
+  bad.erase("masks");
+  EXPECT_THROW(plan_from_json(bad.dump()), ArgumentError);
 }
 
 }  // namespace

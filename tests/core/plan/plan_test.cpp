@@ -13,13 +13,13 @@ namespace knapformer {
 namespace {
 
 StepInput two_ranks() {
-  return {.sequences = {.seq_lens = SequenceLengths::from_lists({{10, 20, 30}, {40, 50}}),
-                        .topology = Topology::parse("g2/1n1"),
-                        .d_model = 8,
-                        .workload = {},
-                        .attention_pairs = {1, 2, 3, 4, 5}},
-          .num_micro_batches = 2,
-          .sync = StepSync::kStep};
+  StepInput input{.sequences = {.seq_lens = SequenceLengths::from_lists({{10, 20, 30}, {40, 50}}),
+                                .topology = Topology::parse("g2/1n1"),
+                                .d_model = 8},
+                  .num_micro_batches = 2,
+                  .sync = StepSync::kStep};
+  input.sequences.give_mask(Mask::parse("causal"));
+  return input;
 }
 
 Plan planned(const StepInput& input, std::vector<int32_t> micro_batches) {
@@ -33,8 +33,8 @@ TEST(Plan, PartsKeepOrderHomesAndMasks) {
   ASSERT_EQ(parts.size(), 2);
   EXPECT_EQ(parts[0].seq_lens, SequenceLengths::from_lists({{20}, {50}}));
   EXPECT_EQ(parts[1].seq_lens, SequenceLengths::from_lists({{10, 30}, {40}}));
-  EXPECT_EQ(parts[0].attention_pairs, (std::vector<int64_t>{2, 5}));
-  EXPECT_EQ(parts[1].attention_pairs, (std::vector<int64_t>{1, 3, 4}));
+  EXPECT_EQ(parts[0].attention_pairs, (std::vector<int64_t>{210, 1275}));
+  EXPECT_EQ(parts[1].attention_pairs, (std::vector<int64_t>{55, 465, 820}));
   EXPECT_EQ(parts[1].d_model, 8);
 }
 
@@ -80,13 +80,12 @@ TEST(Plan, JsonHoldsIt) {
 }
 
 TEST(Plan, JsonKeepsPairsThatNoDoubleHolds) {
-  constexpr int64_t kLength = 200'000'001, kPairs = kLength * (kLength + 1) / 2;  // above 2^53, and odd
-  const StepInput input{.sequences = {.seq_lens = SequenceLengths::from_lists({{kLength, kLength}}),
-                                      .topology = Topology::parse("g1n1"),
-                                      .d_model = 64,
-                                      .workload = {},
-                                      .attention_pairs = {kPairs, kPairs}},
-                        .num_micro_batches = 2};
+  constexpr int64_t kLength = 200'000'001;  // of n (n + 1) / 2 pairs: above 2^53, and odd
+  StepInput input{.sequences = {.seq_lens = SequenceLengths::from_lists({{kLength, kLength}}),
+                                .topology = Topology::parse("g1n1"),
+                                .d_model = 64},
+                  .num_micro_batches = 2};
+  input.sequences.give_mask(Mask::parse("causal"));
   const Plan plan = planned(input, {0, 1});
   EXPECT_EQ(plan_from_json(plan_to_json(plan)), plan);
 }

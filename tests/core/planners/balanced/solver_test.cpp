@@ -23,7 +23,9 @@ TEST(BalancedSolver, PlansAreValidAndEqual) {
     PlanInput in = cases.input(seed % 3 != 0, 4000);
     if (seed % 4 == 1) in.rank_speed = cases.rank_speed(in.topology.num_ranks());
     if (seed % 4 == 2) {
-      for (const int64_t length : in.seq_lens.lens()) in.attention_pairs.push_back(cases.integer(0, length * length));
+      std::vector<Mask> masks;
+      for (const int64_t length : in.seq_lens.lens()) masks.push_back(cases.mask(length));
+      in.give_masks(std::move(masks));
     }
     in.cluster.ranks_per_node = static_cast<int32_t>(cases.integer(1, 8));
     const MicroBatchPlan plan = balanced(in, {.moves = 500});
