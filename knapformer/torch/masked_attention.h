@@ -1,9 +1,9 @@
 // Attention over packed sequences by their masks: what kernels want of these, and the kernel for CPUs.
 //
-// On accelerators FlexAttention computes it (python/knapformer/masked.py), which skips square blocks (kBlockSize)
-// that no query sees. On CPUs queries go to torch's attention with the keys that all of them see; where ranges move
-// with the query, halves of the queries with more keys each, and so on. So no pair that the mask leaves out is computed
-// but near moving ends, and no call has all scores of a long sequence.
+// On accelerators FlexAttention computes it (python/knapformer/attention/masked.py), which skips square blocks
+// (kBlockSize) that no query sees. On CPUs queries go to torch's attention with the keys that all of them see; where
+// ranges move with the query, halves of the queries with more keys each, and so on. So no pair that the mask leaves out
+// is computed but near moving ends, and no call has all scores of a long sequence.
 #pragma once
 
 #include <ATen/core/Tensor.h>

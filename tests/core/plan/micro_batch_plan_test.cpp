@@ -44,15 +44,15 @@ TEST(SequenceLengths, RefusesLengthsThatAreNone) {
   EXPECT_THROW(SequenceLengths({1, 2}, std::vector<int64_t>{3, -1}), ArgumentError);
 }
 
-TEST(PlanInput, HasACommonMaskWhereAllSequencesHaveOneAndItIsKnown) {
+TEST(PlanInput, HasACommonMaskWhereAllSequencesHaveOne) {
   PlanInput in = two_ranks({{10, 20}, {5}}, "g2n1");
   EXPECT_EQ(in.common_mask(), Mask());
   in.give_mask(Mask::parse("prefix:3"));
   EXPECT_EQ(in.common_mask(), Mask::parse("prefix:3"));
   in.give_masks({Mask::parse("prefix:3"), Mask::parse("prefix:3"), Mask()});
   EXPECT_EQ(in.common_mask(), std::nullopt);
-  in.masks.clear();  // the pairs alone
-  EXPECT_EQ(in.common_mask(), std::nullopt);
+  in.masks.clear();  // the pairs alone say nothing
+  EXPECT_THROW(in.validate(), ArgumentError);
 }
 
 // A token's layers are 24 * 4^2 = 384 FLOPs, a pair 0.5 * 4 * 4 = 8.
