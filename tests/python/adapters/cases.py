@@ -15,6 +15,74 @@ FLUX, FLUX2, SD3, WAN = (
 QWEN = "QwenImageTransformer2DModel"
 LTX2 = "LTX2VideoTransformer3DModel"
 HUNYUAN, HUNYUAN15 = "HunyuanVideoTransformer3DModel", "HunyuanVideo15Transformer3DModel"
+# The table of classes in docs/integration.md: the first diffusers with which check() finds no difference, what is
+# planned and moved, and what a packed call refuses.
+GUIDE: dict[str, tuple[str, str, str]] = {
+    "ChromaTransformer2DModel": (
+        "0.37",
+        "text tokens that no mask hides, and image tokens",
+        "IP adapters, `controlnet_blocks_repeat` (repeat the list), masks of numbers (which diffusers adds to the "
+        "scores)",
+    ),
+    "ChronoEditTransformer3DModel": ("0.37", "video patches; text and picture travel beside", ""),
+    "Flux2Transformer2DModel": ("0.37", "text and image tokens", "the cache of reference images"),
+    "Flux3Transformer2DModel": ("0.42", "text, image and reference tokens", ""),
+    "FluxTransformer2DModel": (
+        "0.37",
+        "text and image tokens",
+        "IP adapters, `controlnet_blocks_repeat` (repeat the list)",
+    ),
+    "HunyuanVideo15Transformer3DModel": (
+        "0.37",
+        "video patches, and tokens of texts and picture that no mask hides",
+        "",
+    ),
+    "HunyuanVideoTransformer3DModel": (
+        "0.37",
+        "video patches, and text tokens that no mask hides",
+        "texts with the padding in front",
+    ),
+    "Krea2Transformer2DModel": (
+        "0.39",
+        "text tokens that no mask hides, and image tokens",
+        "masks of numbers (which diffusers adds to the scores)",
+    ),
+    "LTX2VideoTransformer3DModel": (
+        "0.38",
+        "audio and video tokens; their texts travel beside",
+        "masks of video tokens, keyframes, guidance by perturbed or isolated modalities",
+    ),
+    "LongCatImageTransformer2DModel": ("0.37", "text and image tokens", ""),
+    "MiniMaxH3Transformer3DModel": ("0.40", "text, video and audio tokens", ""),
+    "QwenImage21Transformer2DModel": (
+        "0.41",
+        "text tokens that no mask hides, and image tokens, those of references too",
+        "the cache of keys",
+    ),
+    "QwenImageTransformer2DModel": (
+        "0.37",
+        "text tokens that no mask hides, and image tokens, those of references too",
+        "",
+    ),
+    "SD3Transformer2DModel": ("0.37", "text and image tokens", "blocks with two attentions (3.5 medium)"),
+    "SkyReelsV2Transformer3DModel": (
+        "0.37",
+        "video patches; text and picture travel beside",
+        "diffusion forcing, frames in causal blocks, embedded frame rates",
+    ),
+    "WanTransformer3DModel": ("0.37", "video patches; text and picture travel beside", ""),
+    "WanVACETransformer3DModel": (
+        "0.37",
+        "video and control patches; text and picture travel beside",
+        "control of another size, `control_hidden_states_scale`",
+    ),
+    "ZImageTransformer2DModel": (
+        "0.37",
+        "text and image tokens, each padded to a multiple of 32",
+        "several images a sample and SigLIP (omni), ControlNet, several patch sizes",
+    ),
+    "knapformer.models.transformer.Transformer": ("", "tokens", ""),
+}
 # Classes with what differs from Adapter.small: configurations that compute other things.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "flux": (FLUX, {}),
