@@ -159,18 +159,17 @@ at::Tensor SharedAttention::attend_to_stages(size_t level, const at::Tensor& q, 
     if (next()) throw_argument("attend", "a result of some stages", "one of all of them");
     return o;
   }
-  Inputs k, v;  // by sequence, then stage
+  Inputs k, v;  // by sequence, chunk and stage: in the order of the sequences' tokens
   std::vector<std::vector<at::Tensor>> of_k, of_v;
   while (const std::optional<KeyStage> stage = next()) {
-    const at::Tensor lens = stage->key_lens.to(at::kLong);
-    const at::IntArrayRef sizes(lens.const_data_ptr<int64_t>(), static_cast<size_t>(lens.numel()));
+    const at::IntArrayRef sizes = tables.levels[level].stages[of_k.size()].slice_lens;
     of_k.push_back(stage->k.split_with_sizes(sizes));
     of_v.push_back(stage->v.split_with_sizes(sizes));
   }
-  for (size_t sequence = 0; sequence < of_k[0].size(); ++sequence) {
+  for (size_t slice = 0; slice < of_k[0].size(); ++slice) {
     for (size_t stage = 0; stage < of_k.size(); ++stage) {
-      k.push_back(of_k[stage][sequence]);
-      v.push_back(of_v[stage][sequence]);
+      k.push_back(of_k[stage][slice]);
+      v.push_back(of_v[stage][slice]);
     }
   }
   return attend_level(level, {q, at::cat(k), at::cat(v)}, heads, attend);

@@ -56,6 +56,7 @@ struct TokenRange {
 /// The two ends of one table of a level.
 struct LevelRuns {
   std::vector<PeerRun> sent, received;
+  std::vector<int64_t> received_lens;  // rows that come here, by sequence and chunk
   int64_t num_received = 0;
 
   /// The rows of a sequence that `parts` takes (queries_of, or keys_of), of each chunk one slice of several. chunk:
@@ -78,6 +79,7 @@ struct LevelRuns {
       const int64_t num_in = own.shared_with(slice_of(chunks[i]), 0).num_rows;
       sent.push_back({.peer = peer, .run = out});
       received.push_back({.peer = peer, .run = {.first_row = num_received, .num_rows = num_in}});
+      received_lens.push_back(num_in);
       num_received += num_in;
     }
     return num_received - before;
@@ -120,6 +122,7 @@ AttentionLevel make_level(const MicroBatchPlan& plan, const Bag& bag, Rank rank,
   if (degree > 1) level.queries = table_of(queries);
   for (size_t s = 0; s < keys.size(); ++s) {
     level.stages[s].keys = table_of(keys[s]);
+    level.stages[s].slice_lens = std::move(keys[s].received_lens);
     level.stages[s].keys.send.has_duplicate_rows = true;
   }
   return level;

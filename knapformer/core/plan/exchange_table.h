@@ -86,7 +86,8 @@ struct AttentionLevel : HeadSharing {
   ExchangeTable queries;
   struct Stage {
     ExchangeTable keys;
-    std::vector<int64_t> key_lens;  // of each sequence: those that come in this stage, some of every chunk
+    std::vector<int64_t> key_lens;    // of each sequence: those that come in this stage, a slice of every chunk
+    std::vector<int64_t> slice_lens;  // the same by sequence and chunk
   };
   std::vector<Stage> stages;
 

@@ -145,8 +145,8 @@ class OfSequences:
     """Facts about whole sequences that this rank's attention kernels need, worked out once a step.
 
     of_chunks: for each chunk on this rank a row that says something of the whole sequence that the chunk is of.
-    prepare(rows, spans, device): what is worked out of these rows. spans: for each, the place of its first query here,
-        and how many are here.
+    prepare(rows, spans, device): what is worked out of the rows of sequences with queries here. spans: for each, the
+        place of its first query here, and how many are here.
     """
 
     def __init__(self, of_chunks: Tensor, prepare: Callable[..., Any]) -> None:
@@ -165,8 +165,9 @@ class OfSequences:
             first = 0 if first == len(self._of_chunks) else first  # once more, on a rank without queries
             spans = tuple(zip([0] * len(counts) if starts is None else lengths_list(starts), counts, strict=True))
             if (key := (first, spans)) not in self._prepared:
-                rows = self._of_chunks[first : first + len(spans)]
-                self._prepared[key] = self._prepare(rows, spans, q.device)
+                here = [i for i, count in enumerate(counts) if count]  # where no queries come, no keys do
+                rows = self._of_chunks[[first + i for i in here]]
+                self._prepared[key] = self._prepare(rows, [spans[i] for i in here], q.device)
             first += len(counts)
             return attend(q, k, v, *self._prepared[key])
 

@@ -32,8 +32,9 @@ from knapformer.balancer import SequenceBalancer
 from knapformer.models.parallel import init_weights, train_adapters
 
 OUTPUTS, GRADIENTS = 1e-5, 5e-5  # tolerances: of an output's largest value, and of a parameter's largest gradient
-# So slow that sharing of a few dozen tokens pays.
+# So slow that sharing of a few dozen tokens pays; and, with a slow network, that their keys travel in stages.
 _CLUSTER = Cluster(flops_per_s=1e9, node_bytes_per_s=2e8, network_bytes_per_s=2e8)
+_SLOW = _CLUSTER.replace(node_bytes_per_s=1e7, network_bytes_per_s=1e7)
 _TOPOLOGIES = {1: "g1n1", 2: "g2/1n1", 4: "g4/2/1n1"}
 
 
@@ -291,21 +292,21 @@ def _rank_main(rank: int, ranks: int, folder: str, model_class: type, adapter: t
     if adapter_of(model_class) is not adapter:
         register(model_class, adapter)
     small, found = SmallModel(model_class, controlled=True, **fields), []
-    for cut in (False, True):
-        differences = shared(small, rank, ranks, TrainedModel(num_heads=1, cuts_queries=True) if cut else None)
-        found += [f"{'with queries cut, ' if cut else ''}{difference}" for difference in differences]
+    cut: dict[str, Any] = {"model": TrainedModel(num_heads=1, cuts_queries=True)}
+    in_stages = cut | {"topology": f"g{ranks}n1", "cluster": _SLOW}
+    for way, options in (("", {}), ("with queries cut, ", cut), ("with keys in stages, ", in_stages)):
+        found += [f"{way}{difference}" for difference in shared(small, rank, ranks, **options)]
     Path(folder, str(rank)).write_text("\n".join(found))
     dist.destroy_process_group()
 
 
-def shared(
-    small: SmallModel, rank: int, ranks: int, planned: TrainedModel | None = None, group: Any = None
-) -> list[str]:
+def shared(small: SmallModel, rank: int, ranks: int, group: Any = None, **options: Any) -> list[str]:
     """What differs on this rank of a group, the default one if None. First all samples are those of the last ranks, and
-    the first rank has none; then each is on all ranks that compute a part of it."""
+    the first rank has none; then each is on all ranks that compute a part of it. options: of the balancer."""
     samples, models = small.samples(), [small.make(), small.make()]
     outputs, expected = one_by_one(models[0], samples)
-    balancer = SequenceBalancer(_TOPOLOGIES[ranks], cluster=_CLUSTER, model=planned, group=group)
+    options = {"topology": _TOPOLOGIES[ranks], "cluster": _CLUSTER, "group": group} | options
+    balancer = SequenceBalancer(**options)
 
     homes = [list(range(i - 1, len(samples), ranks - 1)) if i > 0 else [] for i in range(ranks)]
     predictions = small.balance(models[0], balancer)([samples[i] for i in homes[rank]])
@@ -313,6 +314,8 @@ def shared(
     sum(losses, predictions.zero).backward()
     plan = balancer.plan
     found = [] if max(plan.degree_of_sequence) > 1 else ["no sequence was shared"]
+    if options["cluster"] is _SLOW and max(plan.stages.values()) == 1:
+        found.append("keys came in one stage")
     by_sample = dict(zip(homes[rank], predictions, strict=True))
     found += _differences(by_sample, outputs, _summed_gradients(models[0], samples, group), expected)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from balancer_checks import Check, causal_free_attention, own, run_checks
 from knapformer.adapters.adapter import OfSequences
 from knapformer.attention.kernels import PackedAttention, varlen_attention
@@ -89,22 +90,32 @@ def check_refusals(rank: int, world_size: int) -> None:
 
 
 def check_facts_of_sequences(rank: int, world_size: int) -> None:
-    """Each call of a kernel gets the rows of its own sequences, also where a rank has no queries at all."""
-    for lens, topology in (([[1], []], "g2n1"), ([[30, 3, 41], [1, 17]], "g2/1n1"), (LENS, "g2n1")):
-        balancer = SequenceBalancer(topology, **COST)
+    """Each call of a kernel gets the rows of its own sequences, also where a rank has no queries at all, and their keys
+    in the sequences' order, also where these came in stages."""
+    cases = [([[1], []], "g2n1"), ([[30, 3, 41], [1, 17]], "g2/1n1"), (LENS, "g2n1")]
+    for cluster, (lens, topology) in itertools.product((CLUSTER, SLOW), cases):
+        balancer = SequenceBalancer(topology, **(COST | {"cluster": cluster}))
         balancer.plan_routing(own(lens, rank))
         row_of = torch.tensor(own(lens, rank), dtype=torch.int64).unsqueeze(1)
-        _, x, _, (of_chunks,) = balancer.route(torch.zeros(sum(own(lens, rank)), HEADS, DIM), [], [row_of])
+        places = torch.cat([torch.zeros(0), *map(torch.arange, own(lens, rank))])
+        _, x, _, (of_chunks,) = balancer.route(places.view(-1, 1, 1).repeat(1, HEADS, DIM), [], [row_of])
         seen: list[int] = []
+        num_queries = torch.zeros(1, dtype=torch.int64)
 
         def attend(q: Tensor, k: Tensor, v: Tensor, rows: list[int], spans: list[tuple[int, int]]) -> Tensor:
             assert all(first + count <= length for length, (first, count) in zip(rows, spans, strict=True))
+            for of_tokens in (k, v):
+                assert of_tokens[:, 0, 0].tolist() == [place for length in rows for place in range(length)]
             seen.extend(rows)  # noqa: B023
+            num_queries.add_(len(q))  # noqa: B023
             return torch.zeros_like(q)
 
         facts = OfSequences(of_chunks, lambda rows, spans, _: (rows.flatten().tolist(), spans))
         assert facts.attention(balancer, x, x, x, attend).shape == x.shape
-        assert seen[: len(of_chunks)] == of_chunks.flatten().tolist()
+        of_rest = iter(of_chunks.flatten().tolist())
+        assert all(length in of_rest for length in seen), "in the order of the chunks"
+        dist.all_reduce(num_queries)
+        assert num_queries.item() == sum(map(sum, lens)), "each query on one rank"
 
 
 def check_memory(rank: int, world_size: int) -> None:
