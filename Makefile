@@ -1,6 +1,7 @@
 # The README's two commands are `make demo` and `make test`; both set up what they need in .venv first.
 #
 #   make demo       the training simulator on 2 local ranks: without a balancer, with one, and steps planned whole
+#   make core       the core alone, without torch: build/core and its C++ tests
 #   make test       every test but those of `make nightly`, C++ and Python
 #   make sanitize   the C++ tests under the address and undefined-behaviour sanitizers; SANITIZE_TORCH=OFF: the core's
 #   make sanitize-threads  C++ tests of the torch layer, whose ranks are threads, under the thread sanitizer
@@ -32,7 +33,7 @@ BIN := $(VENV)/bin
 JOBS ?= $(shell nproc)
 
 .DEFAULT_GOAL := help
-.PHONY: help nvrtc nvrtc-library demo test test-cpp test-python sanitize sanitize-threads headers nightly test-nightly fuzz faults exactness soak coverage lint tidy format bench gpu docs wheels installs versions same-plans dev clean
+.PHONY: help nvrtc nvrtc-library demo core test test-cpp test-python sanitize sanitize-threads headers nightly test-nightly fuzz faults exactness soak coverage lint tidy format bench gpu docs wheels installs versions same-plans dev clean
 .NOTPARALLEL:
 
 help:
@@ -90,6 +91,13 @@ DEMO ?= --ranks 2 --data g1b5i512f1s0,g1b5i1024f1s0 --scale 2 --topology g1n2 --
 
 demo: $(VENV)/.installed
 	$(BIN)/knapformer simulate $(DEMO)
+
+core: | $(BIN)/python
+	$(NEED) gtest
+	$(BIN)/python -m pip install --quiet --group build
+	$(CONFIGURE) -B build/core -DKNAPFORMER_TORCH=OFF -DKNAPFORMER_PYTHON=OFF -DKNAPFORMER_TESTS=ON
+	$(CMAKE) --build build/core -j $(JOBS) --target core_tests
+	$(BIN)/ctest --test-dir build/core --output-on-failure -j $(JOBS)
 
 test: test-cpp test-python
 

@@ -30,24 +30,29 @@ MODEL = {"kind": "transformer", "num_blocks": 4, "d_model": 128, "num_heads": 8,
 # Three ranks draw images of 256 tokens, the fourth of 1,024; and up to 32 tokens of text each.
 DATA = ("--data", "g3b4i512f1s0,g1b4i1024f1s0", "--scale", "2", "--max-text-tokens", "32")
 LENGTHS = "64,128,256,512,1024"
+# --clip: pictures of 256 tokens, and on the fourth rank a clip of 3,072; three heads, which no two ranks divide.
+CLIP_MODEL = MODEL | {"d_model": 192, "num_heads": 3, "num_kv_heads": 3}
+CLIP_DATA = ("--data", "g3b1i512f1s0,g1b1i512f12s0", *DATA[2:])
 TIMEOUT_S = 900
 
 
 def measure(hosts: tuple[Host, Host], args: Any, folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]], bool]:
     """The calibration, the results of a run for each number of micro-batches, and whether ranks had shares of cores."""
     model, calibration = folder / "model.json", folder / "calibration.json"
-    model.write_text(json.dumps(MODEL))
+    data = CLIP_DATA if args.clip else DATA
+    model.write_text(json.dumps(CLIP_MODEL if args.clip else MODEL))
     common = ["--model", str(model), "--device", "cpu"]
     shared = run_on(
         hosts,
-        ["-m", "knapformer", "calibrate", *common, "--lengths", LENGTHS, "--repeats", "5", "--json", str(calibration)],
+        ["-m", "knapformer", "calibrate", *common, "--lengths", LENGTHS + ",3072" * args.clip, "--repeats", "5",
+         "--json", str(calibration)],
         NUM_LOCAL,
         TIMEOUT_S,
-    )
+    )  # fmt: skip
     runs = []
     for k in args.micro_batches:
         out = folder / f"{k}.json"
-        command = ["-m", "knapformer", "simulate", *common, *DATA, "--micro-batches", str(k), "--keep-exchanges"]
+        command = ["-m", "knapformer", "simulate", *common, *data, "--micro-batches", str(k), "--keep-exchanges"]
         command += ["--calibration", str(calibration), "--ranks-per-node", str(NUM_LOCAL), "--seed", str(args.seed)]
         command += ["--steps", str(args.steps), "--repeats", str(args.repeats), "--warmup", "1", "--json", str(out)]
         for topology in TOPOLOGIES:
@@ -64,6 +69,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=2, help="of each step, the best counts (default 2)")
     parser.add_argument("--rate", type=float, default=1000, metavar="MBIT", help="of the link (default 1000)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--clip", action="store_true", help="one clip among short samples, three heads")
     args = parser.parse_args()
     load = os.getloadavg()
     try:
@@ -87,8 +93,8 @@ def main() -> int:
                 f"| {measured_s / predicted_s:.2f} |"
             )
     if args.json is not None:
-        configuration = {"model": MODEL, "data": DATA, "rate_mbit": args.rate, "steps": args.steps,
-                         "repeats": args.repeats, "seed": args.seed, "shares_of_cores": shared}  # fmt: skip
+        configuration = {name: getattr(args, name) for name in ("clip", "rate", "steps", "repeats", "seed")}
+        configuration |= {"shares_of_cores": shared}
         write_results(args.json, "hosts", configuration, load_before=load, calibration=calibration, runs=runs)
     return 0
 
