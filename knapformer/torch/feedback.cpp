@@ -13,9 +13,10 @@ void StepFeedback::begin_plan(const MicroBatchPlan& plan) {
   const double gamma = plan.input().workload.gamma;
   Loads loads{.step = step_, .plan = num_plans_, .token_work = {}, .attention_work = {}};
   for (size_t r = 0; r < plan.workload_after().size(); ++r) {
-    const double tokens = plan.input().token_work(plan.tokens_after()[r]);
-    loads.token_work.push_back(tokens);
-    loads.attention_work.push_back(gamma > 0 ? (plan.workload_after()[r] - tokens) / gamma : 0.0);
+    // Given work says nothing of gamma: as work of tokens alone it leaves gamma as given.
+    const double work = plan.workload_after()[r], tokens = plan.input().token_work(plan.tokens_after()[r]);
+    loads.token_work.push_back(plan.input().given_work.empty() ? tokens : work);
+    loads.attention_work.push_back(gamma > 0 ? (work - loads.token_work.back()) / gamma : 0.0);
   }
   recent_.push_back(std::move(loads));
   while (recent_.front().step <= step_ - kStepsKept) recent_.pop_front();

@@ -78,9 +78,7 @@ void Step::check_mask(const KernelMask& mask) const {
   const auto described = [](const Mask& of, int64_t length) {
     return text("'", of.str(), "', which leaves ", of.pairs(length), " (query, key) pairs");
   };
-  // Given work stands for any mask, unless a mask was given, too.
-  const bool is_planned = input.given_work.empty() || !input.masks.empty();
-  for (SequenceId id(0); is_planned && id.value < s.plan->num_sequences(); ++id.value) {
+  for (SequenceId id(0); id.value < s.plan->num_sequences(); ++id.value) {
     const int64_t length = input.seq_lens[id];
     const Mask own = input.mask_of(id);
     if (own.sees_as(*mask, length)) continue;

@@ -79,6 +79,21 @@ TEST(Observe, TeachesAllRanksTheSame) {
   }
 }
 
+TEST(Observe, GivenWorkLeavesGammaAsGiven) {
+  SequenceBalancer balancer("g1n1", {.plan = {.workload = {.gamma = 1.0}}}, nullptr, {});
+  for (int64_t step = 0; step < 60; ++step) {
+    std::vector<int64_t> lens;
+    std::vector<double> work;
+    for (int64_t i = 0; i < 3; ++i) {
+      const auto length = static_cast<double>(lens.emplace_back(64 + (37 * i + 911 * step) % 4096));
+      work.push_back(24 * length * 64 * 64 + 4 * length * length * 64);
+    }
+    balancer.plan_routing(lens, 64, {.work = work});
+    balancer.observe(busy_seconds(balancer.plan(), 0.4, {1.0})[0]);  // attention takes less than was given
+  }
+  EXPECT_EQ(value_of(balancer.metrics(), "gamma"), 1.0);
+}
+
 TEST(Observe, IsHeardAlsoOfTheFirstOfManyMicroBatches) {
   SequenceBalancer balancer("g1n1", {.plan = {.workload = {.gamma = 1.0}}}, nullptr, {});
   for (int64_t step = 0; step < 20; ++step) {

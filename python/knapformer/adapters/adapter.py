@@ -155,25 +155,25 @@ class OfSequences:
 
     def attention(self, step: PackedStep, q: Tensor, k: Tensor, v: Tensor, attend: Callable[..., Tensor]) -> Tensor:
         """step.attention by the kernel attend(q, k, v, *prepared)."""
-        first = 0  # it calls its kernel for sequences in the order of the chunks
+        total = len(self._of_chunks)
+        called = 0  # it calls its kernel for sequences in the order of the chunks, and once more without queries
 
         def call(
             q: Tensor, k: Tensor, v: Tensor, lens: Lengths, key_lens: Any = None, starts: Lengths | None = None
         ) -> Tensor:
-            nonlocal first
-            counts = lengths_list(lens)
-            first = 0 if first == len(self._of_chunks) else first  # once more, on a rank without queries
+            nonlocal called
+            counts, first = lengths_list(lens), called if called < total else called - total
             spans = tuple(zip([0] * len(counts) if starts is None else lengths_list(starts), counts, strict=True))
             if (key := (first, spans)) not in self._prepared:
                 here = [i for i, count in enumerate(counts) if count]  # where no queries come, no keys do
                 rows = self._of_chunks[[first + i for i in here]]
                 self._prepared[key] = self._prepare(rows, [spans[i] for i in here], q.device)
-            first += len(counts)
+            called += len(counts)
             return attend(q, k, v, *self._prepared[key])
 
         call.cuts_queries = True  # type: ignore[attr-defined]
         o = step.attention(q, k, v, call)
-        assert first in (0, len(self._of_chunks)), f"{first} of {len(self._of_chunks)} chunks were attended to"
+        assert called >= total, f"{called} of {total} chunks were attended to"
         return o
 
 

@@ -325,7 +325,8 @@ def _on_cuda(pairing: Pairing, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor,
     """The output, the log-sum-exp of each query and head, and what the kernel's backward wants."""
     lens = (*pairing.offsets_on(q.device), max(pairing.lens[0]), max(pairing.lens[1]))
     o, log_sum_exp, seed, unused, _ = torch.ops.aten._flash_attention_forward(q, k, v, *lens, 0.0, False, False)
-    return o, log_sum_exp.transpose(0, 1), seed, unused
+    # The kernel writes +inf for queries without keys.
+    return o, log_sum_exp.masked_fill(log_sum_exp.isposinf(), -torch.inf).transpose(0, 1), seed, unused
 
 
 def _gradients_on_cuda(

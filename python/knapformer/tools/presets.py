@@ -57,7 +57,7 @@ PRESETS = {
         Preset("qwen-image", 3072, 60, 24, 20e9, (1, 16, 16), transformer="QwenImageTransformer2DModel"),
         Preset("sd3", 1536, 24, 24, 2e9, (1, 16, 16), transformer="SD3Transformer2DModel"),
         Preset("sd3.5-large", 2432, 38, 38, 8.1e9, (1, 16, 16), transformer="SD3Transformer2DModel"),
-        Preset("hunyuan-video", 3072, 60, 24, 13e9, (4, 16, 16)),
+        Preset("hunyuan-video", 3072, 60, 24, 13e9, (4, 16, 16), transformer="HunyuanVideoTransformer3DModel"),
         Preset("wan-14b", 5120, 40, 40, 14e9, (4, 16, 16), text_beside=True, transformer="WanTransformer3DModel"),
         Preset("wan-1.3b", 1536, 30, 12, 1.3e9, (4, 16, 16), text_beside=True, transformer="WanTransformer3DModel"),
         Preset("wan2.2-5b", 3072, 30, 24, 5e9, (4, 32, 32), text_beside=True, transformer="WanTransformer3DModel"),

@@ -233,6 +233,8 @@ def check_the_mask_of_the_kernel(rank: int, world_size: int) -> None:
         (balancer, step("causal"), "mask: got 'causal'.* expected 'full'"),
         (follower, attention(), unlike),
         (partial(balancer, "causal", **with_work), attention(), unlike),
+        (partial(balancer, **with_work), attention(causal_free_attention, "causal"), "got 'causal'.* expected 'full'"),
+        (partial(balancer, **with_work), attention(PackedAttention("window:3:3")), "'window:3:3'.* expected 'full'"),
         (partial(balancer, "causal"), attention(causal_free_attention, "causal"), ""),
         (partial(balancer, "causal"), in_halves("causal"), ""),
         (partial(balancer, "causal"), attention(PackedAttention("causal")), ""),
@@ -240,7 +242,6 @@ def check_the_mask_of_the_kernel(rank: int, world_size: int) -> None:
         (follower, attention(causal_free_attention, "causal"), ""),
         (partial(balancer, masks=own(mixed, rank)), attention(causal_free_attention, "planned"), ""),
         (partial(balancer, f"window:{longest}:{longest}"), attention(), ""),  # as large as full attention
-        (partial(balancer, **with_work), attention(causal_free_attention, "causal"), ""),  # work stands for any mask
     ):
         made = make()
         if not words:

@@ -99,9 +99,10 @@ void PlacementTrees::add_bag(const PlanInput& input, const AttentionShares& shar
       }
       const PlanInput::GroupSpeed speed = input.group_speed(Rank(n.first_rank), n.degree);
       n.time_per_token = time_per_token / speed.sum;
-      n.attention_share = shares.max(n.degree) / speed.slowest;
+      const AttentionCut cut = input.attention_cut(n.degree);
+      n.attention_share = shares.max(n.degree) * cut.attention_factor() / speed.slowest;
       const SentRows rows = sent_range(input.cluster, shares, Rank(n.first_rank), n.degree).max;
-      const double later = input.attention_cut(n.degree).part_of_later_stages();  // keys that hide behind attention
+      const double later = cut.part_of_later_stages();  // keys that hide behind attention
       const Traffic sent = rows.sum() + (rows.before + rows.after * -1) * -later;
       const Traffic sent_s = exchange_s(input, sent);
       n.exchange_per_token = std::max(sent_s.inside, sent_s.between) / unit_s_;

@@ -27,8 +27,9 @@
 // sequences hides pre_attn. With each term's maximum over the group's ranks, post_attn + max(whole + shared, shared +
 // pre_attn) is an upper bound.
 //
-// All these times are at least what cost/step_time.h predicts, and equal if the phases of a group are all longest on
-// the same rank: a plan that is good by these times is good however phases overlap.
+// All these times are at least what cost/step_time.h predicts where attention hides later stages of keys, and equal if
+// the phases of a group are all longest on the same rank: a plan that is good by these times is good however phases
+// overlap.
 //
 // A node's state follows from its children's states and its own sequences in a few operations, and a change of one node
 // changes only that node and the nodes above it. Times are of a block, all passes, in units of the replica's ideal
