@@ -26,7 +26,7 @@ import torch
 import torch.utils._pytree as pytree
 from driver import parser_of, write_results
 from knapformer.adapters import names
-from knapformer.adapters.check import Size, SmallModel
+from knapformer.adapters.parity import Size, SmallModel
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 

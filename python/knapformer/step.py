@@ -102,7 +102,7 @@ class Step(_torch.Step):
         mask: the one that attend applies, as in `knapformer.attention_pairs`, or 'planned' where attend applies to each
             sequence the mask that was planned for it. None: attend.mask where attend is an object with that text, as
             PackedAttention of knapformer.models, or else 'full'. Raises ArgumentError on all ranks where the plan
-            counts with another mask (the balancer's, that of plan_routing or that of the sampler), also with given work.
+            counts with another mask (the balancer's, that of plan_routing or of the sampler), also with given work.
 
         Sequences that are whole on this rank attend while the others travel, forward and backward. Where attend raises,
         the other ranks raise the error, too.

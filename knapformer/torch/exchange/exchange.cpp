@@ -15,7 +15,7 @@
 
 #include "knapformer/core/util/error.h"
 #include "knapformer/torch/comm/comm_group.h"
-#include "knapformer/torch/exchange/call.h"
+#include "knapformer/torch/exchange/wire.h"
 
 namespace knapformer {
 namespace {

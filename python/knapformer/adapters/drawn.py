@@ -39,7 +39,7 @@ def random_sample(config: Any, size: Any, draw: Draw, conditions: bool = False) 
     """The arguments of diffusers' forward for a sample of this size.
 
     config: with the adapter and the fields of the model's configuration. size: a Sample that is a
-    `ModelConfig.possible` one, or a Size of check.py. conditions: with those of Adapter.conditions, of which some
+    `ModelConfig.possible` one, or a Size of parity.py. conditions: with those of Adapter.conditions, of which some
     samples have more than others.
     """
     drawn = _DRAWN | (config.adapter.conditions if conditions else {})

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from adapters.cases import Sample, cases, of
 from exactness_ranks import CLUSTER
-from knapformer.adapters.check import SmallModel, gradients, sample_loss, shared, with_lora
+from knapformer.adapters.parity import SmallModel, gradients, sample_loss, shared, with_lora
 from knapformer.adapters.registry import find_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

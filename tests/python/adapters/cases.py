@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from knapformer.adapters.check import GRADIENTS, SmallModel, gradient_errors
+from knapformer.adapters.parity import GRADIENTS, SmallModel, gradient_errors
 from torch import Tensor
 
 Sample = dict[str, Any]

@@ -23,7 +23,7 @@ from adapters.adapters_ranks import (
 )
 from adapters.cases import assert_gradients_equal, cases
 from distributed.ranks import run_ranks
-from knapformer.adapters.check import one_by_one, relative_error
+from knapformer.adapters.parity import one_by_one, relative_error
 
 CASES = cases()
 OTHERS = {

@@ -13,7 +13,7 @@ from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from distributed.ranks import run_ranks
 from knapformer.adapters import Predictions
 from knapformer.adapters.adapter import attend_by
-from knapformer.adapters.check import SIZES, SmallModel, gradients, one_by_one, relative_error, sample_loss
+from knapformer.adapters.parity import SIZES, SmallModel, gradients, one_by_one, relative_error, sample_loss
 from knapformer.models import PackedAttention, init_weights, set_checkpointing
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

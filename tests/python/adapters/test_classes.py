@@ -13,7 +13,7 @@ import torch.utils._pytree as pytree
 from adapters.cases import GUIDE, Sample, cases
 from knapformer.adapters import registry
 from knapformer.adapters.adapter import Part
-from knapformer.adapters.check import SIZES, relative_error
+from knapformer.adapters.parity import SIZES, relative_error
 from torch import nn
 
 import knapformer

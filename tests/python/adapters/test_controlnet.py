@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from adapters.cases import Sample, assert_gradients_equal, of
-from knapformer.adapters.check import gradients, sample_loss
+from knapformer.adapters.parity import gradients, sample_loss
 from knapformer.models import init_weights
 
 import knapformer

@@ -11,7 +11,7 @@ from adapters.adapters_ranks import FLUX, HOMES, TOPOLOGIES, samples_of
 from adapters.cases import assert_gradients_equal
 from distributed.ranks import run_ranks
 from exactness_ranks import CLUSTER
-from knapformer.adapters.check import one_by_one, sample_loss
+from knapformer.adapters.parity import one_by_one, sample_loss
 
 import knapformer
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from adapters.cases import Sample, assert_gradients_equal, cases
 from distributed.ranks import run_ranks
 from exactness_ranks import CLUSTER
-from knapformer.adapters.check import SIZES, Size, gradients, one_by_one, sample_loss
+from knapformer.adapters.parity import SIZES, Size, gradients, one_by_one, sample_loss
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor

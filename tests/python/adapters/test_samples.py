@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from adapters.cases import Sample, cases
-from knapformer.adapters.check import SIZES, Size, relative_error
+from knapformer.adapters.parity import SIZES, Size, relative_error
 
 import knapformer
 

@@ -371,6 +371,8 @@ def test_the_verdict_speaks_to_somebody_who_has_read_nothing_else(tmp_path, caps
         "knapformer.balance(transformer), so that diffusers' WanTransformer3DModel takes samples of any sizes" in text
     )
     text = printed(capsys, clips, "--ranks", 8, "--model", "hunyuan-video", "--steps", 9, "--memory-gib", 200)
+    assert "where transformer is diffusers' HunyuanVideoTransformer3DModel; then call it" in text
+    text = printed(capsys, clips, "--ranks", 8, "--model", "ltx-video", "--steps", 9, "--memory-gib", 200)
     assert "What to change: the model calls route, attention and reverse_route of balancer = " in text
     assert main(["doctor", str(clips), "--ranks", "8"]) == 2
     assert (

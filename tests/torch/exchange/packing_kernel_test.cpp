@@ -11,7 +11,7 @@
 #include <numeric>
 #include <random>
 
-#include "knapformer/torch/exchange/call.h"
+#include "knapformer/torch/exchange/wire.h"
 #include "tests/core/cases.h"
 #include "tests/torch/exchange/tables.h"
 

@@ -1,4 +1,4 @@
-#include "knapformer/torch/exchange/call.h"
+#include "knapformer/torch/exchange/wire.h"
 
 #include <ATen/OpMathType.h>
 #include <ATen/ops/empty.h>
