@@ -1,7 +1,6 @@
 #include "knapformer/core/model/topology.h"
 
 #include <algorithm>
-#include <ranges>
 #include <tuple>
 
 #include "knapformer/core/util/error.h"
@@ -149,7 +148,7 @@ Topology Topology::within(int32_t num_ranks) const {
 }
 
 int32_t Topology::max_ranks_per_bag() const {
-  return std::ranges::max(shapes_ | std::views::transform(&BagShape::num_ranks_per_bag));
+  return std::ranges::max_element(shapes_, {}, &BagShape::num_ranks_per_bag)->num_ranks_per_bag();
 }
 
 bool Topology::is_flat() const { return std::ranges::all_of(shapes_, &BagShape::is_flat); }
