@@ -287,8 +287,9 @@ Plan plan_fewest_micro_batches(StepInput input, std::string_view solver, Effort 
     throw_argument("micro_batches", "'auto' without max_tokens_per_rank", "a limit of tokens per rank, or a number");
   input.num_micro_batches = 1;
   input.validate();
-  const int64_t before_last = tokens_of_fullest_replica(step) - 1;  // rounds up
-  for (int64_t k = before_last / step.max_tokens_per_rank / step.topology.num_ranks_per_replica() + 1;; ++k) {
+  const auto rounded_up = [](int64_t whole, int64_t part) { return (whole - 1) / part + 1; };  // 0: 1
+  const int64_t full_ranks = rounded_up(tokens_of_fullest_replica(step), step.max_tokens_per_rank);
+  for (int64_t k = rounded_up(full_ranks, step.topology.num_ranks_per_replica());; ++k) {
     input.num_micro_batches = static_cast<int32_t>(std::min<int64_t>(k, StepInput::kMaxMicroBatches));
     try {
       return plan_step(input, solver, effort);
