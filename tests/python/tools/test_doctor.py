@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import sys
 from dataclasses import replace
 
@@ -200,31 +201,33 @@ def test_what_does_not_fit_is_not_advised(capsys):
     assert by_key(tight)[tight["take"]]["max_gib"] <= limit
 
 
-def test_topologies_are_ranked_with_reasons(capsys, tmp_path):
-    path = tmp_path / "diagnosis.json"
-    arguments = ["doctor", "--data", "joint", "--ranks", "32", "--steps", "2", "--max-tokens-per-rank", "20000"]
-    assert main([*arguments, "--json", str(path)]) == 0
-    assert capsys.readouterr().err == ""
-    ranking = json.loads(path.read_text())["topologies"]
+def test_topologies_are_ranked_with_reasons():
     sample = [kf.DataMix.parse("joint").draw_lengths(0, step, 32) for step in range(2)]
     # FLUX's 24 heads; no fixed time of the published cluster.
-    asked = kf.rank_topologies(
-        sample, d_model=3072, max_tokens_per_rank=20000, cluster=Cluster("h100", fixed_s=0),
-        model=TrainedModel(num_heads=24, cuts_queries=True),
-    )  # fmt: skip
-    assert [option["topology"] for option in ranking] == [option.topology for option in asked]
-    times = [option["predicted_time_s"] for option in ranking]
-    assert times[-1] is None  # one rank cannot hold the longest sequence; 0.1 % is a tie
+    asked = {"max_tokens_per_rank": 20000, "cluster": Cluster("h100", fixed_s=0)}
+    model = TrainedModel(num_heads=24, cuts_queries=True)
+    ranking = kf.rank_topologies(sample, d_model=3072, model=model, **asked)
+    planning = Planning(d_model=3072, gamma=0.41, cluster=asked["cluster"], model=model)
+    of_doctor = ranked(Draw(planning, [[lengths] for lengths in sample], max_tokens_per_rank=20000))
+    assert [str(option) for option in of_doctor] == [str(option) for option in ranking]
+    times = [option.predicted_time for option in ranking]
+    assert times[-1] == math.inf  # one rank cannot hold the longest sequence; 0.1 % is a tie
     assert all(better <= worse * 1.001 for better, worse in itertools.pairwise(times[:-1]))
-    assert "20000" in ranking[-1]["reason"]
-    assert ranking[-1]["topology"] == "g1n32"
-    assert [option["reason"] for option in ranking] == [option.reason for option in asked]
-    assert next(o for o in ranking if o["topology"] == "g16n2")["over_ideal"] > 0.3  # of 24 heads some ranks have two
-    best = kf.plan(sample[0], ranking[0]["topology"], d_model=3072).predicted_time
+    assert "20000" in ranking[-1].reason
+    assert ranking[-1].topology == "g1n32"
+    (g16,) = (option for option in ranking if option.topology == "g16n2")
+    assert g16.efficiency_loss > 0.3  # of 24 heads some ranks have two
+    best = kf.plan(sample[0], ranking[0].topology, d_model=3072).predicted_time
     flat = min(
         kf.plan(sample[0], t, d_model=3072, solver="greedy").predicted_time for t in ("g1n32", "g2n16", "g4n8", "g8n4")
     )
     assert best < flat
+
+
+def test_the_json_is_the_same_in_a_file_and_printed(capsys, tmp_path):
+    arguments, path = ["doctor", "--data", "joint", "--ranks", "32", "--steps", "2"], tmp_path / "diagnosis.json"
+    assert main([*arguments, "--json", str(path)]) == 0
+    assert capsys.readouterr().err == ""
     assert main([*arguments, "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(path.read_text())
 
@@ -358,26 +361,36 @@ def test_the_verdict_speaks_to_somebody_who_has_read_nothing_else(tmp_path, caps
     advice = "Take the balancer in the model, with long samples shared by up to 4 ranks: training flux on 32 ranks is"
     assert text.startswith(f"{advice} then 2.")
     assert "With 24 heads, 4 ranks share a sequence by 4 parts of its heads, 2 ranks" in text
-    code = 'knapformer.balance(transformer, knapformer.SequenceBalancer("g4/2/1n8", max_tokens_per_rank=144045))'
-    model = "diffusers' FluxTransformer2DModel"
-    assert f"What to change: {code}, where transformer is {model}; then call it with a list of samples. " in text
+    weighed = "losses weighed with knapformer.losses"
+    cost = "d_model=3072, gamma=0.41, mask='full', max_tokens_per_rank=144045"
+    code = f'balancer = knapformer.SequenceBalancer("g4/2/1n8", {cost})'
+    assert f"What to change: calls in the model, and {weighed}. {code} knapformer.balance(transformer, " in text
     assert "bags" not in text and text.count("g4/") == 1
     assert "57 blocks, 1.2e+10 parameters, 24 heads; training;" in text
     assert "Model: flux, the default of --model, of width 3072, mask full." in text
     clips = file_of(tmp_path / "clips.csv", "width,height,frames\n" + "832,480,81\n512,512,17\n" * 9)
     text = printed(capsys, clips, "--ranks", 8, "--micro-batches", 8, "--model", "wan-1.3b", "--steps", 3)
-    assert "batch_sampler=knapformer.BalancedBatchSampler(lengths, batch_size=1, d_model=1536, micro_batches=8" in text
-    assert (
-        "knapformer.balance(transformer), so that diffusers' WanTransformer3DModel takes samples of any sizes" in text
-    )
+    code = "sampler = knapformer.BalancedBatchSampler(lengths, batch_size=1, micro_batches=8, d_model=1536"
+    assert f"model = knapformer.balance(transformer) # diffusers' WanTransformer3DModel {code}" in text
+    assert f"What to change: the loader's batch sampler, and {weighed}." in text
     text = printed(capsys, clips, "--ranks", 8, "--model", "hunyuan-video", "--steps", 9, "--memory-gib", 200)
-    assert "where transformer is diffusers' HunyuanVideoTransformer3DModel; then call it" in text
+    assert "knapformer.balance(transformer, balancer) # diffusers' HunyuanVideoTransformer3DModel" in text
     text = printed(capsys, clips, "--ranks", 8, "--model", "ltx-video", "--steps", 9, "--memory-gib", 200)
-    assert "What to change: the model calls route, attention and reverse_route of balancer = " in text
+    assert "x = model(x) # in each block o = balancer.attention(q, k, v)" in text
     assert main(["doctor", str(clips), "--ranks", "8"]) == 2
     assert (
         "a model of pictures, for a sample of 81 frames, expected a model of videos: hunyuan" in capsys.readouterr().err
     )
+
+
+def test_all_that_trains_on_the_same_samples_may_be_advised(tmp_path, capsys):
+    path = file_of(tmp_path / "drawn.json", [[[30000], *[[]] * 7]] * 3)  # 4 heads among 8 ranks: queries are cut, too
+    cluster = file_of(tmp_path / "cluster.json", {"model": {"num_heads": 4, "num_kv_heads": 4}})
+    found = diagnosis(capsys, path, "--mode", "lora", "--cluster", cluster)
+    rows = by_key(found)
+    same = [row["efficiency"] for row in found["alternatives"] if not row["effect"]]
+    assert max(same) > 1.03 * max(rows[key]["efficiency"] for key in ("static_2", "static_4", "static_8", "sampler"))
+    assert rows[found["take"]]["efficiency"] >= max(same) / 1.03 and found["take"].endswith("ring_8")
 
 
 def test_what_the_steps_leave_open_is_not_called_worthless(tmp_path, capsys):

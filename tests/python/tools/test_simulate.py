@@ -168,9 +168,12 @@ def test_other_ranks_than_torchrun_has_started(
 
 
 def test_a_failing_rank_ends_the_run_in_one_line(tmp_path: Path) -> None:
-    """Rank 1 finds no worker; rank 0 waits for it to join and has to be ended."""
+    """Rank 1's worker fails at once; rank 0 waits for it and has to be ended."""
     (tmp_path / "sitecustomize.py").write_text(
-        "import os, sys\nif os.environ.get('RANK') == '1': sys.modules['knapformer.tools.simulate.worker'] = None\n"
+        "import os, sys, types\n"
+        "if os.environ.get('RANK') == '1':\n"
+        "    sys.modules['knapformer.tools.simulate.worker'] = worker = types.ModuleType('worker')\n"
+        "    worker.simulate = lambda *given: __import__('no_such_module')\n"
     )
     out = tmp_path / "out"
     out.mkdir()

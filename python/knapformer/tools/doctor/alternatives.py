@@ -178,9 +178,10 @@ def baselines(num_ranks: int) -> list[Alternative]:
 
 
 def alternatives(draw: Draw, topologies: Sequence[str]) -> list[Alternative]:
-    """The baselines that these ranks allow, then this project's. topologies: of the balancer in the model."""
+    """The baselines that these ranks allow, then this project's; the least change first. topologies: of the balancer
+    in the model."""
     sampler = planned_whole(f"g1n{draw.num_ranks}", routed=False)
-    change = "the loader's sampler, and how the loss is weighed"
+    change = "the loader's batch sampler, and losses weighed with knapformer.losses"
     found = [*baselines(draw.num_ranks), Alternative("sampler", "BalancedBatchSampler", sampler, change)]
     for topology in topologies:
         largest = _largest_bag(topology)
@@ -190,7 +191,7 @@ def alternatives(draw: Draw, topologies: Sequence[str]) -> list[Alternative]:
         found.append(
             Alternative(
                 f"bags {topology}", f"balancer, {ranks} ranks", planned_whole(topology, routed=True),
-                "calls in the model", degree=largest, topology=topology,
+                "calls in the model, and losses weighed with knapformer.losses", degree=largest, topology=topology,
                 advice=f"the balancer in the model, with {shared}",
             )
         )  # fmt: skip

@@ -100,14 +100,14 @@ def run(args: argparse.Namespace) -> int:
         limit = min(filter(None, (fit, args.max_tokens_per_rank)), default=0)
         draw = Draw(planning, source.batches(args.micro_batches), source.pool, args.seed, limit)
         settings.warn_if_far(args, planning, [[list(source.pool)]])
-        ranking, results = ranked(draw), list[Result]()
-        for alternative in alternatives(draw, sharing(ranking)):
+        results = list[Result]()
+        for alternative in alternatives(draw, sharing(ranked(draw))):
             progress.describe(f"simulating {alternative.name}")
             results.append(simulate(alternative, draw))
             progress.count()
         now = next(result for result in results if result.alternative.key == args.now)
         verdict = decide(results, now, draw, f"{preset.name} on {num_ranks:,} ranks")
-    found = Findings(args, source, preset, draw, memory, results, verdict, ranking)
+    found = Findings(args, source, preset, draw, memory, results, verdict)
     write_json(args.json, found.to_dict())
     if args.json != "-":
         found.print()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from knapformer import TopologyOption
-from knapformer._core import DEFAULT_GAMMA
+from knapformer.tools.doctor.advice import code_of
 from knapformer.tools.doctor.alternatives import Result, gain
 from knapformer.tools.doctor.memory import MemoryModel
 from knapformer.tools.doctor.verdict import Verdict
@@ -27,8 +27,6 @@ _HEADINGS = ("step s", "speed", "hours", "wait", "GB", "GiB")
 
 @dataclass(frozen=True)
 class Findings:
-    """ranking: of topologies, best first."""
-
     args: argparse.Namespace
     source: Source
     preset: Preset
@@ -36,7 +34,6 @@ class Findings:
     memory: MemoryModel
     results: Sequence[Result]
     verdict: Verdict
-    ranking: Sequence[TopologyOption]
 
     @cached_property
     def verdict_text(self) -> str:
@@ -72,26 +69,11 @@ class Findings:
             "max_gib": self.memory.gib(result.max_tokens),
         }
 
-    @property
-    def topologies(self) -> list[dict[str, Any]]:
-        """Best first. Of those that cannot be planned the figures are None."""
-
-        def row(of: TopologyOption) -> dict[str, Any]:
-            figures: dict[str, float | None] = {
-                "predicted_time_s": of.predicted_time, "over_ideal": of.efficiency_loss,
-                "exchanged_fraction": of.exchanged_fraction, "max_tokens_over_mean": of.max_tokens_over_mean,
-            }  # fmt: skip
-            if not math.isfinite(of.predicted_time):
-                figures = dict.fromkeys(figures)
-            return {"topology": of.topology, **figures, "reason": of.reason}
-
-        return list(map(row, self.ranking))
-
     def to_dict(self) -> dict[str, Any]:
         source, draw, verdict, planning = self.source, self.draw, self.verdict, self.draw.planning
         return {
             "format": "knapformer.diagnosis",
-            "version": 2,
+            "version": 3,
             "verdict": self.verdict_text,
             "take": verdict.taken.alternative.key if verdict.is_worth_it else None,
             "now": verdict.now.alternative.key,
@@ -114,7 +96,6 @@ class Findings:
                 {"key": of.alternative.key, "change": of.alternative.change, "effect": of.alternative.effect, **row}
                 for of, row in zip(self.results, self.figures, strict=True)
             ],
-            "topologies": self.topologies,
         }
 
     def print(self) -> None:
@@ -124,7 +105,9 @@ class Findings:
         rows = ({"alternative": name, **_cells(of)} for name, of in zip(names, self.figures, strict=True))
         parts: list[Any] = [self.verdict_text]
         if verdict.is_worth_it:
-            parts.append(f"What to change: {self._what_to_change()}")
+            taken = verdict.taken.alternative
+            parts.append(f"What to change: {taken.change}.")
+            parts += filter(None, [textwrap.indent(code_of(taken, self.draw, self.preset), "    ")])
         parts += filter(None, [self._heads(), "" if source.samples.many_left_out else source.samples.left_out()])
         parts += [
             f"Samples: {source.description}, median {statistics.median(lens):,.0f} tokens, longest {max(lens):,}.",
@@ -146,40 +129,6 @@ class Findings:
         fitting = [result.alternative for result in self.results if result.problem is None]
         parts += [f"{of.name}: {of.effect}." for of in fitting if of.effect]
         show(*parts, "", *self._assumed())
-
-    def _what_to_change(self) -> str:
-        """In code where it is this project's."""
-        of, draw, model = self.verdict.taken.alternative, self.draw, f"diffusers' {self.preset.transformer}"
-        planning, masks = draw.planning, has_masks([self.source.pool])
-        is_masked = masks or planning.mask != "full"
-        takes = "" if is_masked else self.preset.transformer  # these compute full attention
-        settings = "" if planning.gamma == DEFAULT_GAMMA else f", gamma={planning.gamma:.3g}"
-        settings += f", mask={planning.mask!r}" if is_masked and not masks else ""
-        settings += f", max_tokens_per_rank={draw.max_tokens_per_rank}" * (draw.max_tokens_per_rank > 0)
-        if of.key == "sampler":
-            packs = f"knapformer.balance(transformer), so that {model} takes samples of any sizes; " if takes else ""
-            return (
-                "in the data loader, batch_sampler=knapformer.BalancedBatchSampler(lengths, "
-                f"batch_size={max(1, round(draw.batch_size))}, d_model={planning.d_model}, "
-                f"micro_batches={draw.micro_batches}{settings}{', masks=masks' * masks}); {packs}losses weighed with "
-                "knapformer.losses.token_mean."
-            )
-        if not of.topology:
-            return f"{of.change}."
-        width = "" if takes else f", d_model={planning.d_model}"
-        if planning.model.num_heads % of.degree:
-            settings += f", model=knapformer.TrainedModel(num_heads={planning.model.num_heads}, cuts_queries=True)"
-        balancer = f'knapformer.SequenceBalancer("{of.topology}"{width}{settings})'
-        whole = " Plan the micro-batches of a step together: plan_routing(..., micro_batches=K)."
-        whole = whole if draw.micro_batches > 1 else ""
-        if takes:
-            return (
-                f"knapformer.balance(transformer, {balancer}), where transformer is {model}; then call it with a list "
-                f"of samples.{whole}"
-            )
-        given = f" after balancer.plan_routing(seq_lens{', masks=masks' * masks})" if is_masked else ""
-        calls = "route, attention(q, k, v)" if is_masked else "route, attention"
-        return f"the model calls {calls} and reverse_route of balancer = {balancer}{given}.{whole}"
 
     def _heads(self) -> str:
         """Of the balancer that is taken, '' where none is."""

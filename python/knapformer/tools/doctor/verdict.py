@@ -11,8 +11,6 @@ from knapformer.tools.ways import Draw
 WORTH = 0.03  # a gain below this is none
 # Factors by which published figures may be off: gamma, the compute rate, and the links' bandwidth.
 _UNSURE = {"gamma": (0.75, 1.25), "rate": (0.75, 1.25), "bandwidth": (0.5, 2.0)}
-# The least change comes first; alternatives that change which samples a step has are not advised.
-_CHANGE = ("as_drawn", "one_by_one", "longest_first", "sampler", "static", "bags")
 
 
 @dataclass(frozen=True)
@@ -35,16 +33,18 @@ class Verdict:
 
 
 def decide(results: Sequence[Result], now: Result, draw: Draw, job: str) -> Verdict:
-    """Takes the alternative with the least change among those that are as fast as the fastest, within WORTH. job: what
-    is trained, and on how many ranks."""
+    """Takes the alternative with the least change among those that are as fast as the fastest, within WORTH: the first
+    where samples stay whole, else the first. One that changes which samples a step has is not taken.
+
+    results: the least change first. job: what is trained, and on how many ranks."""
     what = now.alternative.name
-    advised = [r for r in results if r.problem is None and _rank(r) is not None]
+    advised = [r for r in results if r.problem is None and not r.alternative.effect]
     if not advised:
         shortest = next((r.problem for r in reversed(results) if r.problem), "no alternative can be planned")
         return Verdict(now, now, f"No alternative fits: {shortest} ({job}).")
     fastest = max(advised, key=lambda r: r.efficiency)
     close = [r for r in advised if r.efficiency >= fastest.efficiency / (1 + WORTH)]
-    taken = min(close, key=lambda r: _rank(r) or 0)
+    taken = min(close, key=lambda r: r.alternative.degree > 0)
     name = taken.alternative.advice or taken.alternative.name
     if now.problem is not None:
         return Verdict(now, taken, f"Take {name} for {job}: {what} does not fit ({now.problem}).")
@@ -70,11 +70,6 @@ def decide(results: Sequence[Result], now: Result, draw: Draw, job: str) -> Verd
         f"{1 - 1 / speed_up:.0%} fewer GPU-hours.{few}"
     )
     return Verdict(now, taken, text, speed_up, low, high)
-
-
-def _rank(result: Result) -> int | None:
-    key = result.alternative.key
-    return next((i for i, start in enumerate(_CHANGE) if key.startswith(start)), None)
 
 
 def _elsewhere(taken: Alternative, now: Alternative, draw: Draw) -> Iterator[float]:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 from knapformer import ArgumentError
 from knapformer.tools import cli_args, settings
 from knapformer.tools.cli_args import add, refuse
 from knapformer.tools.draws import mix_and_ranks
 from knapformer.tools.launch import check_ranks, run_on_ranks
-
-if TYPE_CHECKING:
-    import torch
 
 #: Keys of knapformer.tools.doctor.alternatives.baselines.
 _WAYS = ("buckets", "time_budget", "static_2", "static_4", "static_8")
@@ -52,6 +50,7 @@ def run(args: argparse.Namespace) -> None:
     from knapformer.adapters.named import load_config
     from knapformer.tools.sample_files import lengths_of
     from knapformer.tools.simulate.steps import Simulation, batches_of
+    from knapformer.tools.simulate.worker import simulate
 
     num_ranks = check_ranks(args.ranks)
     if args.lengths is None:
@@ -71,10 +70,4 @@ def run(args: argparse.Namespace) -> None:
     lengths = () if args.lengths is None else lengths_of(args.lengths)
     simulation = Simulation(args, config, replace(of, model=model), num_ranks, mix, lengths)
     settings.warn_if_far(args, simulation.planning, batches_of(simulation.draw(0)))
-
-    def work(device: torch.device) -> None:
-        from knapformer.tools.simulate.worker import simulate
-
-        simulate(simulation, device)
-
-    run_on_ranks(args, num_ranks, work)
+    run_on_ranks(args, num_ranks, partial(simulate, simulation))
