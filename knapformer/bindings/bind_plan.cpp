@@ -249,7 +249,8 @@ void bind_plan(py::module_& m) {
   property("max_tokens_per_rank", "The limit of them, as given or by default; 0: none.",
            [](const Plan& p) { return p.input().sequences.max_tokens_per_rank; });
   property("tokens_moved", "Tokens held by another rank than their home.", &Plan::tokens_moved);
-  property("attention_tokens_moved", "Tokens that leave their rank in each all-to-all of an attention.",
+  property("attention_tokens_moved",
+           "(g-1)/g of each token that g ranks share: what attention's all-to-alls move where heads alone are cut.",
            &Plan::attention_tokens_moved);
   property("exchanged_fraction", "attention_tokens_moved over num_tokens.", &Plan::exchanged_fraction);
   property("predicted_time", "Predicted seconds of the step.", [](const Plan& p) { return predict_step(p).total_s; });

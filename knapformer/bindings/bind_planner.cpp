@@ -140,8 +140,7 @@ void bind_planner(py::module_& m) {
   property("predicted_time", "Seconds of a step; mean over the batches.", &TopologyOption::predicted_time_s);
   property("efficiency_loss", "Predicted time over ideal time; mean over the batches.",
            &TopologyOption::efficiency_loss);
-  property("exchanged_fraction", "The part of the tokens that each all-to-all of an attention moves.",
-           &TopologyOption::exchanged_fraction);
+  property("exchanged_fraction", "As Plan.exchanged_fraction, over all batches.", &TopologyOption::exchanged_fraction);
   property("max_tokens_over_mean", "Tokens of the fullest rank, over the mean of all ranks.",
            &TopologyOption::max_tokens_over_mean);
   property("reason", "What its time goes to, or why the limit of tokens cannot be kept.", &TopologyOption::reason);

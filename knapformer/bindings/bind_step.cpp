@@ -34,9 +34,10 @@ Attend attend_from(const Step& self, const py::object& attend, bool cuts, bool b
               .cuts_queries = cuts,
               .takes_masks = by_masks};
   if (cuts && !by_masks && py::hasattr(attend, "in_stages")) {
-    made.in_stages = [called, &attend](const at::Tensor& q, const at::Tensor& query_lens, const NextStage& next) {
+    made.in_stages = [called, &attend](const at::Tensor& q, const at::Tensor& v, const at::Tensor& query_lens,
+                                       const NextStage& next) {
       const py::gil_scoped_acquire acquire;
-      if (!py::bool_(attend.attr("merges")(q))) return at::Tensor();
+      if (!py::bool_(attend.attr("merges")(q, v))) return at::Tensor();
       const py::cpp_function next_stage([&next]() -> py::object {
         const auto stage = [&] {
           const py::gil_scoped_release release;

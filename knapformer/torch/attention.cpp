@@ -150,10 +150,11 @@ NextStage SharedAttention::stages_of(size_t level, Inputs first, Inputs rows, He
   };
 }
 
-at::Tensor SharedAttention::attend_to_stages(size_t level, const at::Tensor& q, const NextStage& next, HeadCounts heads,
+at::Tensor SharedAttention::attend_to_stages(size_t level, const Inputs& first, const NextStage& next, HeadCounts heads,
                                              const Attend& attend) const {
+  const at::Tensor &q = first[0], &v_of_first = first[2];
   at::Tensor o;
-  if (attend.in_stages) o = attend.in_stages(q, attended[level].query_lens, next);
+  if (attend.in_stages) o = attend.in_stages(q, v_of_first, attended[level].query_lens, next);
   if (o.defined()) {
     check_output(level, o, q, heads);
     if (next()) throw_argument("attend", "a result of some stages", "one of all of them");
@@ -214,7 +215,7 @@ at::Tensor SharedAttention::run(const at::Tensor& q, const at::Tensor& k, const 
     if (tables.levels[level].stages.size() > 1) {
       const NextStage next = stages_of(level, {first + 1, first + 3}, rows, heads);
       if (has_tokens(level)) {
-        outputs[level] = attend_to_stages(level, inputs[level][0], next, heads, attend);
+        outputs[level] = attend_to_stages(level, inputs[level], next, heads, attend);
         continue;
       }
       next();  // which has come

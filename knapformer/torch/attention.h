@@ -60,8 +60,10 @@ struct Attend {
   /// Whether it goes by SequenceRows::masks, the planned mask of each sequence.
   bool takes_masks = false;
   /// Where keys come in stages: attends to each stage while the next one travels, and merges the results. Unset: all
-  /// are put together for the kernel. Undefined where it cannot merge for such queries: then it has taken no stage.
-  std::function<at::Tensor(const at::Tensor& q, const at::Tensor& query_lens, const NextStage& next)> in_stages = {};
+  /// are put together for the kernel. Undefined where it cannot merge for such q and v: then it has taken no stage.
+  std::function<at::Tensor(const at::Tensor& q, const at::Tensor& v, const at::Tensor& query_lens,
+                           const NextStage& next)>
+      in_stages = {};
 };
 
 /// A step's attention on one rank.
@@ -105,7 +107,8 @@ struct SharedAttention {
   at::Tensor attend_level(size_t level, const Inputs& qkv, HeadCounts heads, const Attend& attend) const;
   /// The stages of a level, one by one. first: its k and v that have come already. rows: k and v of this rank's rows.
   NextStage stages_of(size_t level, Inputs first, Inputs rows, HeadCounts heads) const;
-  at::Tensor attend_to_stages(size_t level, const at::Tensor& q, const NextStage& next, HeadCounts heads,
+  /// first: q, and k and v of the first stage.
+  at::Tensor attend_to_stages(size_t level, const Inputs& first, const NextStage& next, HeadCounts heads,
                               const Attend& attend) const;
   void check_output(size_t level, const at::Tensor& o, const at::Tensor& q, HeadCounts heads) const;
   void fill_outputs_without_tokens(const std::vector<Inputs>& inputs, std::vector<at::Tensor>& outputs,

@@ -150,7 +150,7 @@ class SequenceBalancer {
   /// Of the step in force, as far as it has come. Not collective.
   ///   wir, max_over_mean (_before, _after)  of the planned work per rank (core/plan/load_balance.h)
   ///   tokens_before, tokens_after           of this rank in the plan
-  ///   tokens_moved, attention_tokens_moved  of all ranks: by a route, by each exchange of an attention
+  ///   tokens_moved, attention_tokens_moved  of all ranks, as Plan has them
   ///   bytes_sent, num_collectives           of this rank since the step is in force, its planning included
   ///   planning_s                            of the plan and its tables; during an earlier step if planned ahead
   ///   waiting_s                             the host's, for other ranks in this balancer's collectives [1]

@@ -66,7 +66,7 @@ PlanAgreement::PlanAgreement(CommGroup& group, const MicroBatchPlan& plan) {
   const at::TensorOptions options = at::TensorOptions().dtype(at::kLong).device(group.control_device());
   own_ = at::full({1}, hash_of(plan), options);
   gathered_ = at::empty({group.num_ranks()}, options);
-  work_ = group.start_all_gather(gathered_, own_);
+  work_ = group.start_all_gather(gathered_, own_, "follow");
 }
 
 void PlanAgreement::await(CommGroup& group) {

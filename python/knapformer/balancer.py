@@ -222,7 +222,7 @@ class SequenceBalancer(_torch.SequenceBalancer):
 
         Keys are 'balancer/...', values numbers:
         wir, max_over_mean (_before, _after): of the planned work per rank; tokens_before, tokens_after: of this rank;
-        tokens_moved: by one route, all ranks; attention_tokens_moved: by each exchange of an attention, all ranks;
+        tokens_moved, attention_tokens_moved: of all ranks, as Plan has them;
         bytes_sent, num_collectives: of this rank; planning_s: the plan and its tables; waiting_s: how long the host
         waited for other ranks in the balancer's collectives (with tensors on an accelerator the stream waits instead,
         which does not count); gamma, rank_speed: what the plan was made with; given_model_error, learned_model_error:

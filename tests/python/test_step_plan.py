@@ -92,6 +92,7 @@ def test_as_few_micro_batches_as_keep_the_limit():
     plan = step_plan(micro_batches="auto", max_tokens_per_rank=220)
     assert plan.num_micro_batches == 2 and plan.max_tokens <= 220
     assert step_plan(micro_batches="auto", max_tokens_per_rank=2000).num_micro_batches == 1
+    assert kf.plan([[]], "g1n1", d_model=8, micro_batches="auto", max_tokens_per_rank=1).num_micro_batches == 1
 
 
 def test_masks_and_an_automatic_topology():

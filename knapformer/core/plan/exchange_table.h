@@ -50,7 +50,6 @@ struct ExchangeEnd {
   /// add up.
   bool has_duplicate_rows = false;
 
-  std::span<const RowRun> runs_of(int32_t peer) const { return runs.of(peer); }
   bool operator==(const ExchangeEnd&) const = default;
 };
 

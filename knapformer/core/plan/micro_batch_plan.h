@@ -84,8 +84,8 @@ class MicroBatchPlan {
   int64_t num_tokens() const { return num_tokens_; }
   /// Tokens that lie on another rank than their home rank: one route sends them.
   int64_t tokens_moved() const { return tokens_moved_; }
-  /// Tokens that leave their rank in each of the two all-to-alls of one attention: (g-1)/g of each token that g ranks
-  /// share.
+  /// (g-1)/g of each token that g ranks share: where heads alone are cut, what each of the two all-to-alls of an
+  /// attention moves.
   double attention_tokens_moved() const { return attention_tokens_moved_; }
 
   /// Tokens of the fullest rank; and whether these are within the input's limit, if it has one.

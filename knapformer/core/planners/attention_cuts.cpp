@@ -24,20 +24,14 @@ struct SharedLoad {
   }
 };
 
-/// The sequences with more work than `least` and at most `most`; where there are none, the one with the most work.
+/// Of the sequences with more work than `least_s` and at most `most_s`.
 SharedLoad load_of(const PlanInput& input, const BlockRates& rates, double least_s, double most_s) {
-  SharedLoad load, longest;
-  double longest_s = 0;
+  SharedLoad load;
   for (SequenceId id(0); id.value < input.seq_lens.num_sequences(); ++id.value) {
     const double work_s = rates.work_s(input, id);
-    if (work_s > longest_s) {
-      longest_s = work_s;
-      longest = {};
-      longest.add(input, rates, id);
-    }
     if (work_s > least_s && work_s <= most_s) load.add(input, rates, id);
   }
-  return load.count > 0 ? load : longest;
+  return load;
 }
 
 /// Whether every rank has work, and at most a third more than another.
@@ -89,9 +83,15 @@ void cut_attention(PlanInput& input) {
   if (!input.model.cuts_queries || input.model.num_heads == 0 || input.seq_lens.num_sequences() == 0) return;
   const BlockRates rates(input);
   double total_s = 0;
-  for (SequenceId id(0); id.value < input.seq_lens.num_sequences(); ++id.value) total_s += rates.work_s(input, id);
+  SequenceId longest(0);
+  for (SequenceId id(0); id.value < input.seq_lens.num_sequences(); ++id.value) {
+    total_s += rates.work_s(input, id);
+    if (rates.work_s(input, id) > rates.work_s(input, longest)) longest = id;
+  }
   const int32_t num_ranks = input.topology.num_ranks();
   const double even_s = total_s / input.group_speed(Rank(0), num_ranks).sum;
+  const SharedLoad whole = load_of(input, rates, 0, even_s);
+  const double whole_s = whole.count < num_ranks ? 0 : whole.attention_s / num_ranks;  // else some ranks have none
   for (const Bag& bag : input.topology.bags()) {
     const std::vector<int32_t>& degrees = input.topology.shapes()[bag.shape].degrees;
     for (size_t k = 0; k < degrees.size(); ++k) {
@@ -102,11 +102,11 @@ void cut_attention(PlanInput& input) {
       const double least_s = k == 0 ? 0 : degrees[k - 1] * even_s;
       const double most_s = k + 1 == degrees.size() ? kInfinity : degree * even_s;
       SharedLoad load = load_of(input, rates, least_s, most_s);
+      if (load.count == 0) load.add(input, rates, longest);
       const int32_t num_groups = std::min(load.count, num_ranks / degree);
       load.attention_s /= num_groups;
       load.tokens /= num_groups;
-      const double whole_s = degrees.front() > 1 ? 0 : load_of(input, rates, 0, even_s).attention_s / num_ranks;
-      input.attention_cuts.push_back(best_cut(input, bag.first_rank, degree, load, whole_s));
+      input.attention_cuts.push_back(best_cut(input, bag.first_rank, degree, load, degrees.front() > 1 ? 0 : whole_s));
     }
   }
 }

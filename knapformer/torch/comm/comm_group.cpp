@@ -138,26 +138,27 @@ void CommGroup::fail(std::string_view label, const std::exception& error) {
                         absent.empty() ? "" : "; not in this call: ", absent));
 }
 
-WorkPtr CommGroup::start_all_to_all(at::Tensor& recv, at::Tensor& send, std::vector<int64_t> recv_splits,
-                                    std::vector<int64_t> send_splits, std::string_view label) {
-  WorkPtr work;
+WorkPtr CommGroup::start(std::string_view label, size_t num_bytes, const std::function<WorkPtr()>& launch) {
+  counters_.bytes_sent += static_cast<int64_t>(num_bytes);
+  counters_.num_collectives += 1;
   try {
-    work = all_to_all(*group_for(send.device()), recv, send, recv_splits, send_splits);
+    return launch();
   } catch (const Error&) {
     throw;
   } catch (const std::exception& error) {
     fail(label, error);
   }
-  counters_.bytes_sent += send.numel();
-  counters_.num_collectives += 1;
-  return work;
 }
 
-WorkPtr CommGroup::start_all_gather(at::Tensor& gathered, at::Tensor& own) {
-  WorkPtr work = all_gather(*group_for(own.device()), gathered, own);
-  counters_.bytes_sent += static_cast<int64_t>(own.nbytes()) * (num_ranks() - 1);
-  counters_.num_collectives += 1;
-  return work;
+WorkPtr CommGroup::start_all_to_all(at::Tensor& recv, at::Tensor& send, std::vector<int64_t> recv_splits,
+                                    std::vector<int64_t> send_splits, std::string_view label) {
+  return start(label, send.nbytes(),
+               [&] { return all_to_all(*group_for(send.device()), recv, send, recv_splits, send_splits); });
+}
+
+WorkPtr CommGroup::start_all_gather(at::Tensor& gathered, at::Tensor& own, std::string_view label) {
+  return start(label, own.nbytes() * static_cast<size_t>(num_ranks() - 1),
+               [&] { return all_gather(*group_for(own.device()), gathered, own); });
 }
 
 void CommGroup::wait(c10d::Work& work, at::Device device, std::string_view label, bool on_host,

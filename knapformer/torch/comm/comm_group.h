@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <stop_token>
@@ -69,7 +70,7 @@ class CommGroup {
   WorkPtr start_all_to_all(at::Tensor& recv, at::Tensor& send, std::vector<int64_t> recv_splits,
                            std::vector<int64_t> send_splits, std::string_view label = "all_to_all");
   /// Starts an all-gather of one-dimensional tensors of equal size.
-  WorkPtr start_all_gather(at::Tensor& gathered, at::Tensor& own);
+  WorkPtr start_all_gather(at::Tensor& gathered, at::Tensor& own, std::string_view label = "all_gather");
   /// Blocks until the work is done, and throws where another rank raised meanwhile. For tensors of an accelerator the
   /// stream waits and not the host; with `on_host` both wait. With a `stop` that can be requested the wait is in the
   /// background, and throws soon after the request.
@@ -79,6 +80,7 @@ class CommGroup {
  private:
   CommGroup(ProcessGroupPtr group, const std::string& store_prefix, std::shared_ptr<Watchdog> watchdog,
             int32_t first_rank);
+  WorkPtr start(std::string_view label, size_t num_bytes, const std::function<WorkPtr()>& launch);
   /// Throws the cause of a failed collective: the error of another rank, or else a StateError that quotes `error`.
   [[noreturn]] void fail(std::string_view label, const std::exception& error);
 

@@ -83,7 +83,7 @@ LengthGatherer::Pending LengthGatherer::start(GatheredLengths own, int64_t d_mod
   }
   pending.own = host.to(device_, /*non_blocking=*/true);
   pending.gathered = at::empty({size * group_->num_ranks()}, options.device(device_));
-  pending.work = group_->start_all_gather(pending.gathered, pending.own);
+  pending.work = group_->start_all_gather(pending.gathered, pending.own, "plan_routing");
   return pending;
 }
 

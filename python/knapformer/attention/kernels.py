@@ -82,12 +82,13 @@ class PackedAttention:
         out: Tensor = pairing.attend(q, k, v, causal)
         return out
 
-    def merges(self, q: Tensor) -> bool:
-        """Whether a kernel for such queries gives the log-sum-exps by which in_stages merges."""
+    def merges(self, q: Tensor, v: Tensor) -> bool:
+        """Whether a kernel for such queries and values gives the log-sum-exps by which in_stages merges."""
         (q,) = as_autocast(q)
-        return q.device.type == "cpu" or (
+        is_taken = q.device.type == "cpu" or (
             q.is_cuda and _kernel_runs(q.device, q.dtype, q.shape[2], grouped=False, causal=False)
         )
+        return is_taken and q.shape[2] == v.shape[2]
 
     def in_stages(
         self, q: Tensor, query_lens: Lengths, next_stage: Callable[[], tuple[Tensor, Tensor, Tensor] | None]

@@ -22,7 +22,7 @@ int64_t token_row(SequenceId id, int64_t token) { return id.value * 1'000'000 + 
 /// Rows of an end, in the order in which they go over the wire to `peer`.
 std::vector<int64_t> wire_rows(const ExchangeEnd& end, int32_t peer) {
   std::vector<int64_t> rows;
-  for (const RowRun& run : end.runs_of(peer)) {
+  for (const RowRun& run : end.runs.of(peer)) {
     for (int64_t i = 0; i < run.num_rows; ++i) rows.push_back(run.first_row + i);
   }
   return rows;
@@ -32,7 +32,7 @@ void check_end(const ExchangeEnd& end, int32_t num_peers) {
   ASSERT_EQ(end.runs.size(), num_peers);
   ASSERT_EQ(end.peer_rows.size(), static_cast<size_t>(num_peers));
   for (int32_t peer = 0; peer < num_peers; ++peer) {
-    const auto runs = end.runs_of(peer);
+    const auto runs = end.runs.of(peer);
     int64_t rows = 0;
     for (size_t i = 0; i < runs.size(); ++i) {
       EXPECT_GT(runs[i].num_rows, 0);

@@ -77,6 +77,19 @@ TEST(AttentionCuts, LongClipsTakeLittleMoreThanTheirShare) {
   }
 }
 
+TEST(AttentionCuts, OfClipsAloneAreNotHiddenBehindWholeSequences) {
+  const std::vector<std::vector<std::vector<int64_t>>> clips = {
+      {{32'760}, {32'760}, {20'000}, {32'760}, {}, {}, {}, {}}, {{75'600}, {}, {}, {}, {}, {}, {}, {}}};
+  for (const auto& lens : clips) {
+    const auto step_s = [&](std::string_view topology) {
+      PlanInput input = lengths_in(lens, topology, 1536);
+      input.model = {.num_heads = 12, .cuts_queries = true};
+      return predict_micro_batch(balanced(input)).total_s();
+    };
+    EXPECT_LE(step_s("g8/4/2/1n1"), 1.001 * step_s("g8n1"));
+  }
+}
+
 TEST(AttentionCuts, TopologiesOfAllRanksAreRankedWhereASequenceNeedsThem) {
   const auto widest = [](int64_t length) {
     const PlanInput input = one_long(32, length, "g1n32", {.num_heads = 24, .cuts_queries = true});

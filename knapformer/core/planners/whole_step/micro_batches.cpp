@@ -287,7 +287,7 @@ Plan plan_fewest_micro_batches(StepInput input, std::string_view solver, Effort 
     throw_argument("micro_batches", "'auto' without max_tokens_per_rank", "a limit of tokens per rank, or a number");
   input.num_micro_batches = 1;
   input.validate();
-  const auto rounded_up = [](int64_t whole, int64_t part) { return (whole - 1) / part + 1; };  // 0: 1
+  const auto rounded_up = [](int64_t whole, int64_t part) { return whole > 0 ? (whole - 1) / part + 1 : 1; };
   const int64_t full_ranks = rounded_up(tokens_of_fullest_replica(step), step.max_tokens_per_rank);
   for (int64_t k = rounded_up(full_ranks, step.topology.num_ranks_per_replica());; ++k) {
     input.num_micro_batches = static_cast<int32_t>(std::min<int64_t>(k, StepInput::kMaxMicroBatches));
