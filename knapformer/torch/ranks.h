@@ -46,7 +46,7 @@ class Ranks {
 
   /// Numbers for steps that are planned now: the first of `count`. All ranks plan in the same order.
   int64_t take_numbers(int64_t count) { return std::exchange(next_number_, next_number_ + count); }
-  /// Compares a call over the ranks, at their next exchange.
+  /// Agrees with the other ranks on a call; waits for them where it is not as predicted (fingerprint.h).
   void agree(const Fingerprint& call);
   /// The same of a call after which exchanges go by another step, which is the call's.
   void enter_step(const Fingerprint& call);

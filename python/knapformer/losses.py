@@ -19,7 +19,7 @@ With gradient accumulation the count is that of all micro-batches:
         token_mean(per_token_of(batch), total=total).backward()
 
 Some training loops divide the loss by the number of micro-batches: accelerate's and DeepSpeed's `backward`, Lightning,
-transformers' Trainer. `loss_divisor` says by how many; it is an error not to say so where one of them may divide.
+transformers' Trainer. `loss_divisor` says by how many; not to say so is an error with `total`, or under accelerate.
 """
 
 from __future__ import annotations

@@ -258,7 +258,7 @@ def _kernel_runs(device: torch.device, dtype: torch.dtype, head_dim: int, *, gro
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         what = f"torch's variable-length attention of {dtype} with heads of {head_dim} on {device}"
-        warnings.warn(f"knapformer: {what}: {reason}; sequences are attended to one by one", stacklevel=2)
+        warnings.warn(f"knapformer: {what}: {reason}; runs of one length go one by one", stacklevel=2)
         return False
     return True
 

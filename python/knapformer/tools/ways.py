@@ -144,7 +144,7 @@ def at_home(draw: Draw) -> Iterator[Step]:
 
 
 def by_micro_batch(topology: str, max_tokens_per_rank: int = 0) -> Way:
-    """Each micro-batch is planned by itself, as a balancer in the model does."""
+    """Each micro-batch is planned by itself, as by plan_routing without micro_batches."""
 
     def steps(draw: Draw) -> Iterator[Step]:
         for batches in draw.batches:

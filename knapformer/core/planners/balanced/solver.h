@@ -2,8 +2,10 @@
 //
 // For each replica, by itself:
 //   1. lower bound        cost/bounds.h
-//   2. construct          longest first in flat bags of each degree; construct.h, under a few target times
-//   3. anneal             anneal.h, from the best of them
+//   2. construct          longest first in flat bags of each degree, or the best placement of few sequences, by branch
+//                         and bound (anneal.h); construct.h, under a few target times
+//   3. anneal             anneal.h, from the best of them; once more where they exceed the limit of tokens
+// Bags of several nodes are planned inside nodes, and from there whole where a bound or the limit asks for it.
 // Then, for all: equal sequences trade places so that more tokens stay at home (last_steps.h), and shared sequences are
 // cut into uneven chunks.
 //

@@ -104,11 +104,12 @@ class Findings:
         names = (result.alternative.name for result in self.results)
         rows = ({"alternative": name, **_cells(of)} for name, of in zip(names, self.figures, strict=True))
         parts: list[Any] = [self.verdict_text]
+        taken = verdict.taken.alternative
         if verdict.is_worth_it:
-            taken = verdict.taken.alternative
             parts.append(f"What to change: {taken.change}.")
             parts += filter(None, [textwrap.indent(code_of(taken, self.draw, self.preset), "    ")])
-        parts += filter(None, [self._heads(), "" if source.samples.many_left_out else source.samples.left_out()])
+        heads = heads_text(self.draw, next(taken.steps(self.draw)).plan) if taken.topology else ""
+        parts += filter(None, [heads, "" if source.samples.many_left_out else source.samples.left_out()])
         parts += [
             f"Samples: {source.description}, median {statistics.median(lens):,.0f} tokens, longest {max(lens):,}.",
             "",
@@ -129,11 +130,6 @@ class Findings:
         fitting = [result.alternative for result in self.results if result.problem is None]
         parts += [f"{of.name}: {of.effect}." for of in fitting if of.effect]
         show(*parts, "", *self._assumed())
-
-    def _heads(self) -> str:
-        """Of the balancer that is taken, '' where none is."""
-        of = self.verdict.taken.alternative
-        return heads_text(self.draw, next(of.steps(self.draw)).plan) if of.topology else ""
 
     def _assumed(self) -> list[str]:
         source, draw, preset = self.source, self.draw, self.preset
