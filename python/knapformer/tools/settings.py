@@ -33,13 +33,12 @@ def warn_if_far(args: argparse.Namespace, of: Planning, batches: Iterable[Length
 
 
 def planning(
-    args: argparse.Namespace, cluster: Cluster | None = None, model: TrainedModel | None = None,
-    own_fixed: bool = False, **given: Any,
-) -> Planning:  # fmt: skip
+    args: argparse.Namespace, model: TrainedModel | None = None, own_fixed: bool = False, **given: Any
+) -> Planning:
     """What the options say, and `given` in place of it.
 
-    The named cluster, or `cluster`, and `model` (default: TrainedModel()) with the fields that a file of --cluster
-    states. Measured values of a calibration replace their fields, and single options replace all.
+    The named cluster, and `model` (default: TrainedModel()) with the fields that a file of --cluster states. Measured
+    values of a calibration replace their fields, and single options replace all.
 
     own_fixed: leaves out a fixed time that does not belong to the cluster. A named cluster's was fitted to somebody
     else's steps, and it is not known which part of it every micro-batch takes. So a fixed time counts only where a
@@ -47,7 +46,7 @@ def planning(
     """
     options = vars(args)
     fields = {of.name: options[of.name] for of in dataclasses.fields(Planning) if options.get(of.name) is not None}
-    states_fixed, cluster, model = False, cluster or Cluster(), model or TrainedModel()
+    states_fixed, cluster, model = False, Cluster(), model or TrainedModel()
     if args.cluster is not None:
         cluster, model, states_fixed = read_cluster(args.cluster, model)
     if args.calibration is not None:

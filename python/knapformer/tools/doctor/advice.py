@@ -42,8 +42,7 @@ for k in range({K}):
 def code_of(taken: Alternative, draw: Draw, preset: Preset) -> str:
     """'' where the alternative is not this project's."""
     planning, masks = draw.planning, has_masks([draw.pool])
-    # Adapters compute full attention.
-    diffusers = bool(preset.transformer) and not masks and planning.mask == "full"
+    diffusers = bool(preset.transformer) and not masks and planning.mask == "full"  # which adapters compute
     if taken.key == "sampler":
         template = _SAMPLER_DIFFUSERS if diffusers else _SAMPLER
     elif not taken.topology:

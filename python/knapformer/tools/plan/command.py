@@ -21,7 +21,6 @@ from knapformer.tools.ways import (
     PEAK_TFLOPS,
     PLANNED_STEP,
     Draw,
-    Planning,
     Step,
     heads_text,
     means,
@@ -77,7 +76,9 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     if args.topology is None:
         raise ArgumentError("--topology: got none, expected bags of ranks such as g8n4, or auto")
-    planning = _planning(args)
+    preset = PRESETS.get(args.model)
+    model = None if preset is None else preset.trained_model().replace(routed=True)
+    planning = settings.planning(args, model=model, d_model=args.d_model or (preset.d_model if preset else _D_MODEL))
     limit, count = args.max_tokens_per_rank, args.micro_batches or 1
     draws = [Draw(planning, Source(args, ranks).batches(count), max_tokens_per_rank=limit) for ranks in args.ranks]
     for draw in draws:
@@ -122,14 +123,6 @@ def run(args: argparse.Namespace) -> None:
     show(*filter(None, [heads]))
     _print_points(points, args.steps)
     show(settings.assumed(args, planning))
-
-
-def _planning(args: argparse.Namespace) -> Planning:
-    if args.model is None:
-        return settings.planning(args, d_model=args.d_model or _D_MODEL)
-    preset = PRESETS[args.model]
-    model = preset.trained_model().replace(routed=True)
-    return settings.planning(args, model=model, d_model=args.d_model or preset.d_model)
 
 
 def topology_for(text: str, num_ranks: int) -> str:
