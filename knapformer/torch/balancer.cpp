@@ -56,7 +56,7 @@ std::shared_ptr<Plan> SequenceBalancer::plan_routing(std::span<const int64_t> se
   clear();
   return take(ranks_->collective([&] {
     RECORD_USER_SCOPE("knapformer::plan_routing");
-    GatheredLengths lengths = own_lengths(seq_lens, d_model, data.masks, data.work, ranks_->rank());
+    GatheredLengths lengths = checked_lengths(seq_lens, d_model, data.masks, data.work, ranks_->rank());
     lengths.observed = {feedback_.take()};
     const Planning planning = planning_of(d_model, data.num_micro_batches);
     begin_step("plan_routing", planning);
@@ -69,7 +69,7 @@ std::shared_ptr<PlanningAhead> SequenceBalancer::start_planning(std::span<const 
                                                                 const StepData& data) {
   return ranks_->collective([&] {
     RECORD_USER_SCOPE("knapformer::start_planning");
-    GatheredLengths own = own_lengths(seq_lens, d_model, data.masks, data.work, ranks_->rank());
+    GatheredLengths own = checked_lengths(seq_lens, d_model, data.masks, data.work, ranks_->rank());
     own.statuses = {status_of(data)};
     own.observed = {feedback_.take()};
     auto ahead = std::make_shared<PlanningAhead>();

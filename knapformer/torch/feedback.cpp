@@ -10,15 +10,16 @@ namespace knapformer {
 
 void StepFeedback::begin_plan(const MicroBatchPlan& plan) {
   ++num_plans_;
-  const double gamma = plan.input().workload.gamma;
-  Loads loads{.step = step_, .plan = num_plans_, .token_work = {}, .attention_work = {}};
+  const bool is_formula = plan.input().given_work.empty();
+  Loads& loads = recent_.emplace_back(Loads{.step = step_, .plan = num_plans_});
   for (size_t r = 0; r < plan.workload_after().size(); ++r) {
     // Given work says nothing of gamma: as work of tokens alone it leaves gamma as given.
-    const double work = plan.workload_after()[r], tokens = plan.input().token_work(plan.tokens_after()[r]);
-    loads.token_work.push_back(plan.input().given_work.empty() ? tokens : work);
-    loads.attention_work.push_back(gamma > 0 ? (work - loads.token_work.back()) / gamma : 0.0);
+    const double tokens = plan.input().token_work(plan.tokens_after()[r]);
+    const double pairs = WorkloadModel{.gamma = 1}.attention_work_of_pairs(plan.pairs_after()[r], plan.input().d_model);
+    loads.ranks.push_back({.rank = static_cast<int32_t>(r),
+                           .token_work = is_formula ? tokens : plan.workload_after()[r],
+                           .attention_work = is_formula ? pairs : 0});
   }
-  recent_.push_back(std::move(loads));
   while (recent_.front().step <= step_ - kStepsKept) recent_.pop_front();
 }
 
@@ -46,9 +47,9 @@ std::vector<std::string> StepFeedback::add(std::span<const ObservedStep> observe
     if (first == 0 || recent_.empty() || first < recent_.front().plan || last > recent_.back().plan) continue;
     LoadMeasurement of_rank{.rank = static_cast<int32_t>(r), .token_work = 0, .attention_work = 0, .seconds = seconds};
     for (int64_t plan = first; plan <= last; ++plan) {
-      const Loads& loads = recent_[static_cast<size_t>(plan - recent_.front().plan)];  // numbered without gaps
-      of_rank.token_work += loads.token_work[r];
-      of_rank.attention_work += loads.attention_work[r];
+      const LoadMeasurement& load = recent_[static_cast<size_t>(plan - recent_.front().plan)].ranks[r];  // without gaps
+      of_rank.token_work += load.token_work;
+      of_rank.attention_work += load.attention_work;
     }
     measured.push_back(of_rank);
   }

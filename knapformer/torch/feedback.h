@@ -39,7 +39,7 @@ class StepFeedback {
   /// The loads of a plan, kept for measurements of it that are still to come.
   struct Loads {
     int64_t step = 0, plan = 0;
-    std::vector<double> token_work, attention_work;  // per rank; attention at gamma = 1
+    std::vector<LoadMeasurement> ranks = {};  // without seconds
   };
   /// A step has as many plans as micro-batches. With BalancedLoader a measurement arrives two steps later, and later
   /// still where more steps are planned ahead.

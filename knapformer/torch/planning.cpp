@@ -34,9 +34,7 @@ SequenceRows rows_of(const std::vector<QueryPart>& sequences) {
   }
   return {.query_lens = lengths_tensor(query_lens),
           .key_lens = lengths_tensor(key_lens),
-          .query_starts = lengths_tensor(query_starts),
-          .stage_key_lens = {},
-          .masks = {}};
+          .query_starts = lengths_tensor(query_starts)};
 }
 
 /// Of all that says which rows move: ranks that follow plans of different hash would not exchange the same rows.
@@ -152,8 +150,8 @@ RankPlan::TablesOnDevice& RankPlan::pack(const TablesDevice& on) {
       TablesOnDevice{.device = on.device, .on_host = {pack_tables(tables, on.engine, on.device, number)}});
 }
 
-GatheredLengths own_lengths(std::span<const int64_t> seq_lens, int64_t d_model, std::span<const Mask> masks,
-                            std::span<const double> work, Rank rank) {
+GatheredLengths checked_lengths(std::span<const int64_t> seq_lens, int64_t d_model, std::span<const Mask> masks,
+                                std::span<const double> work, Rank rank) {
   const auto count = static_cast<int64_t>(seq_lens.size());
   GatheredLengths own{.lengths = SequenceLengths({seq_lens.begin(), seq_lens.end()}, std::span(&count, 1), rank.value)};
   if (d_model < 1) throw_argument("d_model", d_model, "at least 1");

@@ -123,8 +123,8 @@ struct RankPlan {
 
 /// What this rank tells the others of its sequences. Arguments as in SequenceBalancer::plan_routing; checked before
 /// other ranks depend on them, so that the ArgumentError names this rank's own mistake.
-GatheredLengths own_lengths(std::span<const int64_t> seq_lens, int64_t d_model, std::span<const Mask> masks,
-                            std::span<const double> work, Rank rank);
+GatheredLengths checked_lengths(std::span<const int64_t> seq_lens, int64_t d_model, std::span<const Mask> masks,
+                                std::span<const double> work, Rank rank);
 
 /// A plan on one rank.
 struct PlannedStep {

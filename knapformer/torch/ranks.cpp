@@ -1,10 +1,10 @@
 #include "knapformer/torch/ranks.h"
 
 #include <algorithm>
-#include <charconv>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <utility>
 
+#include "knapformer/core/cost/plan_json.h"
 #include "knapformer/core/util/error.h"
 
 namespace knapformer {
@@ -25,34 +25,11 @@ std::pair<std::shared_ptr<Watchdog>, std::string> join_store(c10d::ProcessGroup&
 }
 
 /// Changes with what ranks say to each other: ranks of different versions do not work together.
-constexpr int32_t kProtocolVersion = 8;
+constexpr int32_t kProtocolVersion = 9;
 
-/// Of the shortest text that reads back as the same number.
-std::string exact_text(double value) {
-  char buffer[32];
-  const auto [end, error] = std::to_chars(buffer, buffer + sizeof(buffer), value);
-  KNAPFORMER_ASSERT(error == std::errc());
-  return {buffer, end};
-}
-
-template <class T>
-void add_setting(Fingerprint& fingerprint, const std::string& name, const T& value) {
-  if constexpr (IsRecord<T>) {
-    for_each_field<T>([&](const auto& f) { add_setting(fingerprint, name + "." + f.name, value.*f.member); });
-  } else if constexpr (std::is_same_v<T, StepMode>) {
-    fingerprint.add(name, step_mode_name(value));
-  } else if constexpr (std::is_arithmetic_v<T>) {
-    fingerprint.add(name, exact_text(static_cast<double>(value)));
-  } else {  // a list of numbers
-    std::string numbers;
-    for (const double number : value) numbers += exact_text(number) + ' ';
-    fingerprint.add(name, numbers);
-  }
-}
-
-/// Of a balancer with these options: ranks of different ones would plan differently. Throws ArgumentError where an
-/// option is wrong.
-Fingerprint fingerprint_of(const BalancerOptions& options) {
+/// Of a balancer: ranks that differ in one of them would plan differently. Throws ArgumentError where an option is
+/// wrong.
+Fingerprint compared_settings(const BalancerOptions& options) {
   PlanInput empty = options.plan;
   empty.seq_lens = SequenceLengths::from_lists(std::vector<std::vector<int64_t>>(empty.topology.num_ranks()));
   empty.d_model = 1;
@@ -60,8 +37,7 @@ Fingerprint fingerprint_of(const BalancerOptions& options) {
   Fingerprint fingerprint("SequenceBalancer");
   fingerprint.add("version", std::to_string(kProtocolVersion));
   fingerprint.add("topology", options.plan.topology.str());
-  PlanInput::for_each_setting(options.plan,
-                              [&](const char* name, const auto& value) { add_setting(fingerprint, name, value); });
+  for (const auto& [name, value] : setting_texts(options.plan)) fingerprint.add(name, value);
   fingerprint.add("solver", options.solver);
   fingerprint.add("effort", options.effort.str());
   fingerprint.add("mask", options.mask.str());
@@ -74,12 +50,12 @@ Fingerprint fingerprint_of(const BalancerOptions& options) {
 Ranks::Ranks(std::string_view topology, BalancerOptions options, ProcessGroupPtr group,
              const MakeBagGroup& make_bag_group, const MakeCpuGroup& make_cpu_group)
     : options_(std::move(options)) {
-  const auto parse = [&](int32_t num_ranks) {
+  const auto settings_on = [&](int32_t num_ranks) {
     options_.plan.topology = Topology::parse(topology, num_ranks);
-    return fingerprint_of(options_);
+    return compared_settings(options_);
   };
   if (!group || group->getSize() == 1) {
-    static_cast<void>(parse(1));
+    static_cast<void>(settings_on(1));
     return;
   }
   rank_ = Rank(group->getRank());
@@ -87,7 +63,7 @@ Ranks::Ranks(std::string_view topology, BalancerOptions options, ProcessGroupPtr
   std::tie(watchdog_, prefix) = join_store(*group);
   all_ = CommGroup::make(group, prefix + "/all", watchdog_);
   watchdog_->guard([&] {
-    agree(parse(group->getSize()));
+    agree(settings_on(group->getSize()));
     if (make_cpu_group && !all_->control_device().is_cpu()) all_->use_cpu_group(make_cpu_group());
     bag_ = join_bag(group, prefix + "/bag", make_bag_group);
     agree(Fingerprint("SequenceBalancer, with the groups of all bags"));

@@ -94,6 +94,18 @@ TEST(Observe, GivenWorkLeavesGammaAsGiven) {
   EXPECT_EQ(value_of(balancer.metrics(), "gamma"), 1.0);
 }
 
+TEST(Observe, LearnsFromPlansThatCountAttentionForNothing) {
+  SequenceBalancer balancer("g1n1", {.plan = {.workload = {.gamma = 1.0}}}, nullptr, {});
+  SequenceBalancer other("g1n1", {.plan = {.workload = {.gamma = 0.0}}}, nullptr, {});  // a sampler's settings, say
+  for (int64_t step = 0; step < 40; ++step) {
+    const std::vector<int64_t> lens = {64 + (911 * step) % 4096, 64 + (3701 * step) % 16384};
+    const MicroBatchPlan& plan = balancer.follow(balancer.step(*other.plan_routing(lens, 64)));
+    balancer.observe(busy_seconds(plan, 0.4, {1.0})[0]);
+    balancer.plan_routing(std::vector<int64_t>{64}, 64);
+  }
+  EXPECT_NEAR(value_of(balancer.metrics(), "gamma"), 0.4, 0.01);
+}
+
 TEST(Observe, IsHeardAlsoOfTheFirstOfManyMicroBatches) {
   SequenceBalancer balancer("g1n1", {.plan = {.workload = {.gamma = 1.0}}}, nullptr, {});
   for (int64_t step = 0; step < 20; ++step) {

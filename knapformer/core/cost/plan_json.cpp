@@ -207,8 +207,9 @@ Json json_of(const MicroBatchPlan& plan) {
 MicroBatchPlan plan_of(const Json& json) {
   PlanInput input{
       .seq_lens = seq_lens_of(json),
-      .topology = Topology::parse(field_of<std::string>(json, "topology"), field_of<int64_t>(json, "num_ranks"))};
-  const auto num_sequences = static_cast<size_t>(input.seq_lens.num_sequences());
+      .topology = Topology::parse(field_of<std::string>(json, "topology"), field_of<int64_t>(json, "num_ranks")),
+      .workload = {},
+      .attention_pairs = field_of<std::vector<int64_t>>(json, "attention_pairs")};
   PlanInput::for_each_setting(
       input, [&]<class Value>(const char* name, Value& value) { value = field_of<Value>(json, name); });
   if (json.contains("work")) {
@@ -216,12 +217,8 @@ MicroBatchPlan plan_of(const Json& json) {
     input.token_part = field_of<double>(json, "token_part");
   }
   if (json.contains("masks")) {
-    std::vector<Mask> masks;
-    for (const auto& mask : per_sequence<std::string>(json, "masks", num_sequences)) masks.push_back(Mask::parse(mask));
-    input.give_masks(std::move(masks));
+    for (const auto& mask : field_of<std::vector<std::string>>(json, "masks")) input.masks.push_back(Mask::parse(mask));
   }
-  if (field_of<std::vector<int64_t>>(json, "attention_pairs") != input.attention_pairs)
-    throw_argument("plan", "other 'attention_pairs' than 'masks' leave", "those of the masks, none without masks");
   if (json.contains("attention_cuts")) {
     for (const auto& cut : field_of<std::vector<std::vector<int32_t>>>(json, "attention_cuts")) {
       if (cut.size() != 3)
@@ -230,6 +227,12 @@ MicroBatchPlan plan_of(const Json& json) {
     }
   }
   input.validate();
+  for (size_t s = 0; s < input.masks.size(); ++s) {
+    const int64_t got = input.attention_pairs[s], pairs = input.masks[s].pairs(input.seq_lens.lens()[s]);
+    if (got != pairs)
+      throw_argument("plan", text(got, " 'attention_pairs' for mask '", input.masks[s].str(), "'"), text(pairs));
+  }
+  const auto num_sequences = static_cast<size_t>(input.seq_lens.num_sequences());
   const auto bags = per_sequence<int32_t>(json, "bag_of_sequence", num_sequences);
   const auto first_ranks = per_sequence<int32_t>(json, "first_rank_of_sequence", num_sequences);
   const auto degrees = per_sequence<int32_t>(json, "degree_of_sequence", num_sequences);
@@ -312,6 +315,16 @@ Plan plan_from_json(std::string_view json_text) {
   if (json.value("format", Json()) == kStepFormat) return step_of(json);
   check_format(json, kFormat);
   return plan_of(json);
+}
+
+std::vector<std::pair<std::string, std::string>> setting_texts(const PlanInput& input) {
+  std::vector<std::pair<std::string, std::string>> texts;
+  PlanInput::for_each_setting(input, [&](const std::string& name, const auto& value) {
+    const Json json = to_json(value);
+    if (!json.is_object()) return static_cast<void>(texts.emplace_back(name, json.dump()));
+    for (const auto& field : json.items()) texts.emplace_back(name + "." + field.key(), field.value().dump());
+  });
+  return texts;
 }
 
 }  // namespace knapformer

@@ -3,6 +3,8 @@
 
 #include <string>
 #include <string_view>
+#include <utility>
+#include <vector>
 
 #include "knapformer/core/plan/plan.h"
 
@@ -14,5 +16,8 @@ std::string plan_to_json(const Plan& plan);
 /// Reads the plan that plan_to_json wrote. What follows from the decision is computed anew, and the plan is validated.
 /// Throws ArgumentError (argument "plan"), which names the field, if the text is no such JSON.
 Plan plan_from_json(std::string_view json);
+
+/// Names and texts of what plans go by beside the topology and the sequences: ("cluster.flops_per_s", "2.98e+14").
+std::vector<std::pair<std::string, std::string>> setting_texts(const PlanInput& input);
 
 }  // namespace knapformer

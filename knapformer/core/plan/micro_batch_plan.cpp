@@ -42,11 +42,12 @@ void MicroBatchPlan::lay_out(std::span<const int64_t> chunk_lens) {
   chunks_.offsets.reserve(placements_.size() + 1);
   workload_before_.assign(num_ranks, 0.0);
   workload_after_.assign(num_ranks, 0.0);
+  pairs_after_.assign(num_ranks, 0.0);
   tokens_before_.assign(num_ranks, 0);
   tokens_after_.assign(num_ranks, 0);
 
   // Sums of whole numbers, so that work does not depend on the order of sequences.
-  std::vector<double> pairs_before(num_ranks), pairs_after(num_ranks);
+  std::vector<double> pairs_before(num_ranks);
   const AttentionShares shares = input_.attention_shares();
   const auto work_of = [&](int64_t tokens, double pairs) {
     return input_.token_work(tokens) + input_.workload.attention_work_of_pairs(pairs, input_.d_model);
@@ -67,7 +68,7 @@ void MicroBatchPlan::lay_out(std::span<const int64_t> chunk_lens) {
       const int64_t tokens = chunk_lens[next];
       chunks_.values[next++] = {.sequence = id, .rank = rank, .first_token = first_token, .num_tokens = tokens};
       first_token += tokens;
-      pairs_after[rank.index()] += shares.part(pairs, place.degree, i);
+      pairs_after_[rank.index()] += shares.part(pairs, place.degree, i);
       tokens_after_[rank.index()] += tokens;
       if (rank != home) tokens_moved_ += tokens;
     }
@@ -77,7 +78,7 @@ void MicroBatchPlan::lay_out(std::span<const int64_t> chunk_lens) {
   KNAPFORMER_ASSERT(next == chunk_lens.size());
   for (size_t r = 0; r < num_ranks; ++r) {
     workload_before_[r] = work_of(tokens_before_[r], pairs_before[r]);
-    workload_after_[r] = work_of(tokens_after_[r], pairs_after[r]);
+    workload_after_[r] = work_of(tokens_after_[r], pairs_after_[r]);
   }
 
   // Chunks that are grouped by rank keep sequence order; within a rank of a nested bag, a stable sort by degree

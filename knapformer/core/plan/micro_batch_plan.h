@@ -76,6 +76,8 @@ class MicroBatchPlan {
   /// Per rank, without and with the plan: FLOPs of one block, forward, as in workload.h.
   std::span<const double> workload_before() const { return workload_before_; }
   std::span<const double> workload_after() const { return workload_after_; }
+  /// Per rank, with the plan: the (query, key) pairs of its share of attention.
+  std::span<const double> pairs_after() const { return pairs_after_; }
   std::span<const int64_t> tokens_before() const { return tokens_before_; }
   std::span<const int64_t> tokens_after() const { return tokens_after_; }
 
@@ -106,7 +108,7 @@ class MicroBatchPlan {
   std::vector<Placement> placements_;
   Ragged<Chunk> chunks_;         // by sequence
   Ragged<int32_t> rank_chunks_;  // by rank, as indices
-  std::vector<double> workload_before_, workload_after_;
+  std::vector<double> workload_before_, workload_after_, pairs_after_;
   std::vector<int64_t> tokens_before_, tokens_after_;
   int64_t num_tokens_ = 0;
   int64_t tokens_moved_ = 0;

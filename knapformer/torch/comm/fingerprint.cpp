@@ -21,14 +21,10 @@ constexpr size_t kMaxMatch = 256;             // calls that are compared to find
 
 std::string key(int64_t call, std::string_view name) { return text(call, '/', name); }
 
-struct Said {
-  int32_t rank = 0;
-  std::string text;
-};
-
-Said parse_said(const std::string& value) {
+/// The rank, and its text.
+std::pair<int32_t, std::string> parse_said(const std::string& value) {
   const size_t space = value.find(' ');
-  return {.rank = std::stoi(value.substr(0, space)), .text = value.substr(space + 1)};
+  return {std::stoi(value.substr(0, space)), value.substr(space + 1)};
 }
 
 std::vector<std::string> names_of(const std::string& fields) {
@@ -181,8 +177,8 @@ void CallFingerprints::check_announcements() {
     own.fields = kind->fields;
     own.step = step;
   }
-  const Said said = parse_said(store_->get_to_str(key(call, kFields)));
-  throw_mismatch(own, said.rank, said.text);
+  const auto [rank, fields] = parse_said(store_->get_to_str(key(call, kFields)));
+  throw_mismatch(own, rank, fields);
 }
 
 }  // namespace knapformer
