@@ -10,6 +10,7 @@
 #include <ATen/ops/logaddexp.h>
 #include <ATen/ops/sigmoid.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
@@ -212,8 +213,9 @@ void MaskTables::make_blocks(bool pinned) {
 }
 
 const MaskTables::Blocks& MaskTables::blocks_on(at::Device device) {
+  const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
   for (const auto& [on, known] : copies_) {
-    if (on == device) return known;
+    if (on == stream) return known;
   }
   make_blocks(/*pinned=*/!device.is_cpu());
   const at::Tensor copied = blocks_.to(device, /*non_blocking=*/true);
@@ -236,7 +238,7 @@ const MaskTables::Blocks& MaskTables::blocks_on(at::Device device) {
       blocks.lists.push_back(take(own * others).view({1, 1, own, others}));
     }
   }
-  return copies_.emplace_back(device, std::move(blocks)).second;
+  return copies_.emplace_back(stream, std::move(blocks)).second;
 }
 
 }  // namespace knapformer

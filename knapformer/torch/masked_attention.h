@@ -7,6 +7,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
 
 #include <memory>
 #include <span>
@@ -30,7 +31,7 @@ class MaskTables {
     /// Counts and indices of blocks: keys seen in part, whole; then queries, the same.
     std::vector<at::Tensor> lists;
   };
-  /// Copied to the device at the first call, without a wait.
+  /// Copied to the device at the first call on its present stream, without a wait.
   const Blocks& blocks_on(at::Device device);
   /// Makes them on the host, so that blocks_on has only to copy them. pinned: for an accelerator. On any thread.
   void make_blocks(bool pinned);
@@ -38,7 +39,7 @@ class MaskTables {
  private:
   MaskRows rows_;
   at::Tensor blocks_;
-  std::vector<std::pair<at::Device, Blocks>> copies_;
+  std::vector<std::pair<c10::Stream, Blocks>> copies_;
 };
 
 /// q (queries, heads, head_dim); k, v (keys, kv heads, ...), on the CPU, kv heads a divisor of heads. Returns (queries,

@@ -94,7 +94,7 @@ def described(value: Any) -> str:
     if isinstance(value, Tensor):
         what = "numbers" if value.is_floating_point() else f"integers of sum {int(value.sum())}"
         return f"{len(value)} {what}, hash {_hash(value.contiguous().numpy())}"
-    text = repr(value)
+    text = str(value)  # numpy's integers as Python's
     return text if len(text) <= _LONGEST_TEXT else f"{text[:60]}..., hash {_hash(text.encode())}"
 
 

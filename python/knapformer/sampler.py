@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import os
 import warnings
 from collections import OrderedDict
@@ -174,8 +175,10 @@ class BalancedBatchSampler(Sampler[list[int]]):
         )
         of_samples = {"lengths": self._lengths, "work": self._work, "masks": self._masks}
         drawn = {"weights": of_weights, "repeats": of_repeats}
-        self._arguments = given | of_samples | drawn | {"num_replicas": num_replicas} | vars(self._cost)
-        self._check_settings()
+        planned = json.loads(self._check_settings().plans[0].to_json())  # in one form, whatever form they were given in
+        planned["num_heads"] = planned["model"].pop("num_heads")
+        as_planned = {name: planned.get(name, value) for name, value in (given | vars(self._cost)).items()}
+        self._arguments = as_planned | of_samples | drawn | {"num_replicas": num_replicas}
         self._next_pass = _Pass(epoch=0, first=0)
         self._pass = self._next_pass  # of which the methods speak
         self._check_last_step(0)
@@ -381,16 +384,16 @@ class BalancedBatchSampler(Sampler[list[int]]):
             work=None if self._work is None else work,
         )
 
-    def _check_settings(self) -> None:
-        """Refuses what is wrong for any samples, and a longest sample that no step can hold."""
+    def _check_settings(self) -> Plan:
+        """Refuses what is wrong for any samples, and a longest sample that no step can hold. The plan of no samples."""
         num_ranks, limit = self._num_ranks, self._max_tokens_per_rank
         none: list[list[Any]] = [[]] * num_ranks
-        self._plan(none, none)
+        planned = self._plan(none, none)
         lengths, drawn = self._lengths, self._order.repeats if self._order.weights is None else self._order.weights
         if limit > 0 and drawn is not None:
             lengths = lengths[drawn > 0]
         if limit == 0 or len(lengths) == 0:
-            return
+            return planned
         longest = extremes(lengths)[1]
         try:
             self._plan([[longest], *none[1:]], [[1.0], *none[1:]])
@@ -400,6 +403,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
             raise ArgumentError(
                 f"{error}, which has {longest} tokens{remedy if sharing <= num_ranks else ''}"
             ) from None
+        return planned
 
     def _samples(self, of: _Pass, step: int) -> Tensor:
         """A step's samples: first those that a DistributedSampler gives to rank 0, then those of rank 1, and so on."""

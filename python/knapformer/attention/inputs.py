@@ -18,10 +18,10 @@ def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def no_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Zeros in the shape of q, in place of a kernel that would get no tokens or no heads.
+    """Zeros for q, as wide as v, in place of a kernel that would get no tokens or no heads.
 
     Where more ranks than heads share a sequence, some have no heads. Some kernels fail on empty inputs.
 
     Keeps q, k and v in the graph: their collectives run, and their parameters get gradients, on every rank.
     """
-    return q * 0 + (k.sum() + v.sum()) * 0
+    return (q.sum(-1, keepdim=True) + k.sum() + v.sum()) * 0 + q.new_zeros(v.shape[-1])

@@ -127,7 +127,7 @@ class Pairing:
         # (sequences, query length, key length): neighbours of equal lengths are computed together.
         pairs = itertools.groupby(zip(*self.lens, strict=True))
         self.runs = [(len(list(run)), *pair) for pair, run in pairs if pair != (0, 0)]
-        self._offsets: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._offsets: dict[torch.device | torch.Stream, tuple[Tensor, Tensor, int, int]] = {}
 
     @property
     def causal_starts(self) -> list[int]:
@@ -143,16 +143,18 @@ class Pairing:
         Causal: the last query of a sequence to all of its keys, the one before it to all but one, and so on. kernel:
         one that computes q, k, v of (sequences, length, heads, head_dim), where torch's is not to be taken.
         """
-        if (q.shape[0], k.shape[0]) != self._num_rows:
-            got, (num_queries, num_keys) = f"{q.shape[0]} queries and {k.shape[0]} keys", self._num_rows
-            raise ValueError(f"q, k: got {got}, expected {num_queries} and {num_keys}, as the lengths say")
+        if (q.ndim, q.shape[0], k.shape[0]) != (3, *self._num_rows):
+            got, rows = f"shapes {tuple(q.shape)} and {tuple(k.shape)}", self._num_rows
+            raise ValueError(
+                f"q, k: got {got}, expected three dimensions, {rows[0]} and {rows[1]} rows, by the lengths"
+            )
         q, k, v = as_autocast(q, k, v)
         grouped = k.shape[1] != q.shape[1]
         if q.shape[1] == 0 or all(query_len * key_len == 0 for _, query_len, key_len in self.runs):
             return no_attention(q, k, v)
         if kernel is not None:  # few take grouped heads
             return self._by_runs(q, *_for_each_head(q, k, v), kernel)
-        if _may_have_kernel(q.device) and _kernel_runs(q.device, q.dtype, q.shape[2], grouped=grouped, causal=causal):
+        if _kernel_runs(q.device, q.dtype, q.shape[2], grouped=grouped, causal=causal):
             return self.one_kernel(q, k, v, causal)
         if q.device.type != "cpu":
             # Where no kernel takes grouped heads, as for float32 on CUDA, torch falls back to matrices of all scores.
@@ -166,7 +168,7 @@ class Pairing:
         outs = []
         for (count, query_len, key_len), *of_run in zip(self.runs, *parts, strict=True):
             if query_len * key_len == 0:
-                outs.append(of_run[0] * 0)
+                outs.append(no_attention(*of_run))
                 continue
             batch = (t.unflatten(0, (count, n)) for t, n in zip(of_run, (query_len, key_len, key_len), strict=True))
             outs.append(kernel(*batch).flatten(0, 1))
@@ -182,20 +184,22 @@ class Pairing:
             else:
                 k, v = _for_each_head(q, k, v)
         run: Callable[..., Tensor] = varlen_attn  # type: ignore[assignment]
-        return run(q, k, v, *self.offsets_on(q.device), max(self.lens[0]), max(self.lens[1]), **options)
+        return run(q, k, v, *self.offsets_on(q.device), **options)
 
-    def offsets_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Where sequences of queries and keys begin and end, int32: copied once, for all layers and passes."""
-        if device not in self._offsets:
+    def offsets_on(self, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
+        """Where sequences of queries and keys begin and end, int32, and the longest of each: copied once a stream."""
+        stream = device if device.type in ("cpu", "meta") else torch.accelerator.current_stream(device)
+        if stream not in self._offsets:
             with torch.inference_mode(False):  # a later step may want gradients
                 ends = [torch.tensor([0, *lens], dtype=torch.int32).cumsum(0, dtype=torch.int32) for lens in self.lens]
                 of_queries, of_keys = to_device(torch.stack(ends), device).unbind(0)
-            self._offsets[device] = (of_queries, of_keys)
-        return self._offsets[device]
+            self._offsets[stream] = (of_queries, of_keys, max(self.lens[0]), max(self.lens[1]))
+        return self._offsets[stream]
 
 
 # Of a step as many as its bag has degrees; those of micro-batches in flight are kept, too.
 _pairing = functools.lru_cache(maxsize=64)(Pairing)
+_WITHOUT_KERNEL = ["cpu"]  # devices that have none for variable lengths
 
 
 def _scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
@@ -226,10 +230,6 @@ def _masked(seq_lens: tuple[int, ...], mask: str) -> MaskedAttention:
     return MaskedAttention(seq_lens, [mask] * len(seq_lens))
 
 
-def _may_have_kernel(device: torch.device) -> bool:
-    return device.type != "cpu"
-
-
 @functools.cache
 def _kernel_options() -> frozenset[str]:
     return frozenset(inspect.signature(varlen_attn).parameters)
@@ -243,7 +243,7 @@ def _kernel_runs(device: torch.device, dtype: torch.dtype, head_dim: int, *, gro
     the tensors of this trial. So the trial has saved-tensor hooks of its own, and runs outside of dispatch modes (such
     as that of selective checkpointing).
     """
-    if dtype not in (torch.float16, torch.bfloat16):
+    if dtype not in (torch.float16, torch.bfloat16) or device.type in _WITHOUT_KERNEL:
         return False
     own_hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
     try:
@@ -324,7 +324,7 @@ class _End(torch.autograd.Function):
 
 def _on_cuda(pairing: Pairing, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     """The output, the log-sum-exp of each query and head, and what the kernel's backward wants."""
-    lens = (*pairing.offsets_on(q.device), max(pairing.lens[0]), max(pairing.lens[1]))
+    lens = pairing.offsets_on(q.device)
     o, log_sum_exp, seed, unused, _ = torch.ops.aten._flash_attention_forward(q, k, v, *lens, 0.0, False, False)
     # The kernel writes +inf for queries without keys.
     return o, log_sum_exp.masked_fill(log_sum_exp.isposinf(), -torch.inf).transpose(0, 1), seed, unused
@@ -333,7 +333,7 @@ def _on_cuda(pairing: Pairing, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor,
 def _gradients_on_cuda(
     pairing: Pairing, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, log_sum_exp: Tensor, *of_kernel: Tensor
 ) -> tuple[Tensor, ...]:
-    lens = (*pairing.offsets_on(q.device), max(pairing.lens[0]), max(pairing.lens[1]))
+    lens = pairing.offsets_on(q.device)
     of_heads = log_sum_exp.transpose(0, 1).contiguous()
     kernel = torch.ops.aten._flash_attention_backward
     gradients: tuple[Tensor, ...] = kernel(grad, q, k, v, o, of_heads, *lens, 0.0, False, *of_kernel)

@@ -62,13 +62,19 @@ def block_mask(tables: MaskTables, device: torch.device) -> BlockMask:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, layout: MaskTables | BlockMask) -> Tensor:
     """As MaskedAttention, for a `layout` of layout_on."""
+    heads, kv_heads = q.shape[1], k.shape[1]
+    fits = kv_heads == heads or (kv_heads > 0 and heads % kv_heads == 0)
+    fits = fits and q.ndim == k.ndim == 3 and k.device == q.device == v.device  # at which nobody else looks
+    if not fits or k.shape[:2] != v.shape[:2] or k.shape[2] != q.shape[2]:
+        got, expected = [tuple(t.shape) for t in (q, k, v)], "(keys, kv_heads, head_dim), (keys, kv_heads, ...)"
+        raise ValueError(f"q, k, v: got {got}, expected (queries, heads, head_dim), {expected}, kv_heads a divisor")
     q, k, v = as_autocast(q, k, v)
     if isinstance(layout, MaskTables):
         return masked_attention(q, k, v, layout)
     if q.numel() == 0 or k.numel() == 0:
         return no_attention(q, k, v)
     by_head = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (q, k, v))
-    o: Tensor = _compiled()(*by_head, block_mask=layout, enable_gqa=k.shape[1] != q.shape[1])
+    o: Tensor = _compiled()(*by_head, block_mask=layout, enable_gqa=kv_heads != heads)
     return o.squeeze(0).transpose(0, 1)
 
 

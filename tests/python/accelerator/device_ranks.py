@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 import torch.nn.functional as F
+from knapformer._torch import MaskTables
+from knapformer.attention.kernels import Pairing
 from torch import Tensor
 
 from knapformer import BalancedLoader, BalancedStepLoader, SequenceBalancer
@@ -221,15 +223,19 @@ def a_rank_that_cannot_pack(rank: int, world: int) -> tuple[str, int]:
 
 
 def copies_for_two_streams(rank: int, world: int) -> list[int]:
-    """How often index tables are copied to the device by two routes on the default stream, and by two on another."""
+    """How often index tables are copied to the device by two routes, and by two layers of attention that ask for what
+    queries see and for where sequences lie: on the default stream, and on another."""
     balancer = SequenceBalancer(f"g{world}n1", group=sim.new_group(), d_model=8)
     balancer.plan_routing(lens_of(rank), 24)
     x = torch.arange(float(sum(lens_of(rank)))).to("sim")
+    masks, pairing = MaskTables(["causal"], [300]), Pairing([3, 4], [3, 4])
     copies = []
     for stream in (torch.accelerator.current_stream(), torch.Stream(device="sim")):
         with sim.counted() as counted, stream:
             for _ in range(2):
                 balancer.route(x)
+                masks.blocks_on(x.device)
+                pairing.offsets_on(x.device)
         copies.append(counted.copies_to_device)
     return copies
 

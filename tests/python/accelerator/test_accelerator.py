@@ -49,8 +49,8 @@ def test_ranks_on_different_devices_are_an_error_on_all() -> None:
 
 
 def test_each_stream_has_its_own_copy_of_the_tables() -> None:
-    """Behind which its exchanges come, so that none needs to wait for another stream's."""
-    assert run_ranks(copies_for_two_streams, 2) == [[1, 1], [1, 1]]
+    """Behind which its exchanges and kernels come, so that none needs to wait for another stream's."""
+    assert run_ranks(copies_for_two_streams, 2) == [[3, 3], [3, 3]]
 
 
 @pytest.mark.parametrize(("micro_batches", "device"), [(None, "sim:1"), (2, "sim:1"), (2, "sim")])

@@ -124,9 +124,9 @@ def test_keys_that_come_in_stages_are_attended_to_as_all_at_once(num_kv_heads: i
 
 
 def test_attention_without_tokens_keeps_every_input_in_the_graph() -> None:
-    q, k, v = (torch.empty(0, n, 4, requires_grad=True) for n in (4, 2, 2))
+    q, k, v = (torch.empty(0, n, width, requires_grad=True) for n, width in ((4, 4), (2, 4), (2, 6)))
     out = varlen_attention(q, k, v, [])
-    assert out.shape == (0, 4, 4)
+    assert out.shape == (0, 4, 6)
     assert [g.shape for g in torch.autograd.grad(out.sum(), (q, k, v))] == [q.shape, k.shape, v.shape]
 
 
@@ -170,8 +170,17 @@ def test_by_sequence_an_accelerator_gets_as_many_keys_as_queries(device: str) ->
 
 def test_attention_names_wrong_lengths() -> None:
     x = torch.randn(5, 2, 4)
-    with pytest.raises(ValueError, match="q, k: got 5 queries and 5 keys, expected 4 and 4, as the lengths say"):
+    with pytest.raises(ValueError, match=r"got shapes \(5, 2, 4\) and \(5, 2, 4\), expected .*, 4 and 4 rows"):
         varlen_attention(x, x, x, [1, 3])
+    for mask in ("full", "causal", "window:2:0"):
+        with pytest.raises(ValueError, match=r"got .*5, 8.*, expected .*"):  # heads that were not split
+            varlen_attention(*(x.flatten(1),) * 3, [2, 3], mask)
+
+
+def test_queries_without_keys_get_zeros_as_wide_as_values() -> None:
+    q, k, v = (torch.randn(rows, 2, width) for rows, width in ((5, 4), (3, 4), (3, 6)))
+    out = pairing_of([2, 3], [0, 3]).attend(q, k, v)
+    assert torch.equal(out[:2], torch.zeros(2, 2, 6)) and out[2:].abs().min() > 0
 
 
 class VarlenKernel:
@@ -199,7 +208,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[VarlenKernel]:
     """As on a device that has the kernel and has not been asked yet."""
     kernel = VarlenKernel()
     monkeypatch.setattr(kernels, "varlen_attn", kernel)
-    monkeypatch.setattr(kernels, "_may_have_kernel", lambda device: True)
+    monkeypatch.setattr(kernels, "_WITHOUT_KERNEL", [])
     for cached in (kernels._kernel_runs, kernels._kernel_options, kernels._pairing):
         cached.cache_clear()
     yield kernel
@@ -387,10 +396,10 @@ def test_sums_by_sequence_use_no_operation_without_a_fixed_order() -> None:
 def test_without_heads_no_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """That of torch 2.11 for the CPU divides by their number, and ends the process."""
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", None)
-    q, k, v = (torch.zeros(5, 0, 4, requires_grad=True) for _ in range(3))
+    q, k, v = (torch.zeros(5, 0, width, requires_grad=True) for width in (4, 4, 6))
     out = varlen_attention(q, k, v, [3, 2])
     out.sum().backward()
-    assert out.shape == (5, 0, 4) and all(t.grad is not None for t in (q, k, v))
+    assert out.shape == (5, 0, 6) and all(t.grad is not None for t in (q, k, v))
 
 
 def test_gradients_of_rows_add_up_in_float32() -> None:

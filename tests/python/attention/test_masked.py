@@ -117,6 +117,22 @@ def test_the_mask_of_a_batch_is_that_of_its_own_lengths() -> None:
         MaskedAttention([12, 13], ["full"])
 
 
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        ((5, 4, 8), (5, 4, 4), (5, 4, 8)),  # keys of another width
+        ((5, 4, 8), (5, 4, 16), (5, 4, 8)),
+        ((5, 4, 8), (5, 3, 8), (5, 3, 8)),  # heads that are not grouped
+        ((5, 2, 8), (5, 4, 8), (5, 4, 8)),
+        ((5, 4, 8), (5, 4, 8), (5, 2, 8)),
+        ((5, 4, 8), (5, 2, 8), (7, 2, 8)),  # more values than keys
+    ],
+)
+def test_inputs_that_do_not_fit_are_refused(shapes: tuple[tuple[int, ...], ...]) -> None:
+    with pytest.raises(ValueError, match=r"q, k, v: got .*, expected \(queries, heads, head_dim\)"):
+        MaskedAttention([2, 3], ["causal", "full"])(*(torch.ones(shape) for shape in shapes))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_other_dtypes(dtype: torch.dtype) -> None:
     torch.manual_seed(0)

@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import itertools
 import re
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -13,7 +14,9 @@ import torch
 from distributed.ranks import run_ranks
 from sampler.sampler_ranks import COMMON, LENGTHS, one_is_late, passes
 
-from knapformer import BalancedBatchSampler, Cluster, Cost, TrainedModel
+from knapformer import BalancedBatchSampler, Calibration, Cluster, Cost, TrainedModel
+
+CALIBRATION = Calibration(0.5, 1e-15, 64, True, 0.01, 0.1, 0.01)
 
 # Of each argument: another value than that of COMMON or the default, and what it takes beside it.
 OTHER = {
@@ -66,6 +69,23 @@ def test_values_have_one_digest_in_any_type(name, dtypes):
     values = [[*LENGTHS], torch.tensor(LENGTHS)] if name == "lengths" else [[float(length) for length in LENGTHS]]
     values += [np.array(LENGTHS, dtype) for dtype in dtypes] + [np.repeat(np.array(LENGTHS, dtypes[0]), 2)[::2]]
     assert len({digest(**{name: value}) for value in values}) == 1
+
+
+@pytest.mark.parametrize(
+    "alike",
+    [
+        [{"gamma": gamma} for gamma in (0.5, np.float32(0.5), Fraction(1, 2), CALIBRATION)],
+        [{"cluster": cluster} for cluster in (None, Cluster())],
+        [{"rank_speed": speed} for speed in ([1, 1, 0.5], (1.0, 1.0, 0.5), np.array([1, 1, 0.5]))],
+        [{"num_heads": 8}, {"num_heads": np.int64(8)}, {"model": TrainedModel(num_heads=8)}],
+        [{"batch_size": size, "seed": size, "max_tokens_per_rank": 999 + size} for size in (1, np.int64(1))],
+        [{"topology": topology} for topology in (None, "g1n3")],
+        [{"effort": effort} for effort in (None, "low")],
+        [{"shuffle": shuffle, "drop_last": shuffle} for shuffle in (True, np.bool_(True))],
+    ],
+)
+def test_what_plans_alike_has_one_digest_in_any_form(alike):
+    assert len({digest(**arguments) for arguments in alike}) == 1
 
 
 def test_ranks_whose_samplers_differ_are_an_error_on_all_of_them():
