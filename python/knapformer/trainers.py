@@ -17,6 +17,15 @@ _DIVISORS = {
 }
 
 
+def check_not_dealt_again(sampler: object, caller: str) -> None:
+    """Of a sampler whose lists are one rank's batches. caller: the module that iterates over it."""
+    if caller.startswith(("torch", "lightning")) and caller.endswith((".sampler", ".distributed")):
+        raise ArgumentError(
+            f"sampler: got a {type(sampler).__name__}, dealt once more by {caller}, expected it as the loader's "
+            "batch_sampler, under Lightning with Trainer(use_distributed_sampler=False)"
+        )
+
+
 def accumulated_by_accelerate() -> int:
     """The micro-batches over which accelerate accumulates: `accelerator.backward` divides by them."""
     module = sys.modules.get("accelerate.state")
@@ -56,7 +65,17 @@ def keep_lists(sampler_class: Any) -> None:
         while hasattr(sampler, "batch_sampler"):  # skip_first_batches wraps it
             sampler = sampler.batch_sampler
         if isinstance(sampler, sampler_class):
-            _check_prepared(sampler, options)
+            num_processes, steps = options["num_processes"], accumulated_by_accelerate()
+            if options["torch_device_mesh"] is None and sampler._num_ranks != num_processes:
+                raise ArgumentError(
+                    f"num_replicas: got {sampler._num_ranks}, in a loader for accelerate's {num_processes} processes; "
+                    "expected as many"
+                )
+            if steps not in (1, sampler._micro_batches):
+                raise ArgumentError(
+                    f"micro_batches: got {sampler._micro_batches}, while accelerate accumulates {steps}; expected as "
+                    "many"
+                )
             options |= {"num_processes": 1, "process_index": 0, "torch_device_mesh": None}
             options |= {"split_batches": False, "dispatch_batches": False}
         return prepare(dataloader, *args, **options)
@@ -66,17 +85,4 @@ def keep_lists(sampler_class: Any) -> None:
     if module.GradientState().in_dataloader:
         raise StateError(
             "accelerate was imported after the BalancedBatchSampler was made; expected it to be there before"
-        )
-
-
-def _check_prepared(sampler: Any, options: dict[str, Any]) -> None:
-    num_processes = options["num_processes"]
-    if options["torch_device_mesh"] is None and sampler._num_ranks != num_processes:
-        raise ArgumentError(
-            f"num_replicas: got {sampler._num_ranks}, in a loader for accelerate's {num_processes} processes; expected "
-            "as many"
-        )
-    if (steps := accumulated_by_accelerate()) not in (1, sampler._micro_batches):
-        raise ArgumentError(
-            f"micro_batches: got {sampler._micro_batches}, while accelerate accumulates {steps}; expected as many"
         )

@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 import torch
 from sampler.samplers import WIDTH, lengths_of, samplers, steps_of
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import knapformer
-from knapformer import BalancedBatchSampler
+from knapformer import ArgumentError, BalancedBatchSampler
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "uint64", "int8", "int16"])
@@ -60,6 +62,18 @@ def test_counts_may_be_of_numpy_and_no_sample_is_a_pass_without_steps():
     for nothing in ([], (), torch.empty(0, dtype=torch.int32), np.empty(0, np.uint16)):
         (empty,) = samplers(nothing, 1, batch_size=4)
         assert list(empty) == [] and len(empty) == 0
+
+
+@pytest.mark.parametrize("loader", [DataLoader, StatefulDataLoader])
+@pytest.mark.parametrize("batch_size", [1, 2, None])
+def test_lists_are_not_dealt_once_more(loader, batch_size):
+    sampler = BalancedBatchSampler(range(1, 33), batch_size=2, d_model=64)
+    data = loader(torch.arange(32), sampler=sampler, batch_size=batch_size)
+    if batch_size is None:  # a data set that takes lists
+        assert [batch.tolist() for batch in data] == list(sampler)
+        return
+    with pytest.raises(ArgumentError, match=r"dealt once more by \w+.*sampler, expected it as the .*batch_sampler"):
+        next(iter(data))
 
 
 def test_a_batch_may_be_larger_than_the_data():

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from knapformer.adapters.named import load_config
 from knapformer.tools.settings import trained_model
-from knapformer.tools.simulate.results import Variant, figures, sentences
+from knapformer.tools.simulate.results import Measured, Variant, figures, sentences
 from knapformer.tools.simulate.steps import Simulation, StepData, VariantStep, batches_of
 from knapformer.tools.simulate.worker import balancer_of
 from knapformer.tools.ways import NO_BALANCER, PLANNED_STEP, Planning, Step
@@ -26,8 +26,8 @@ def variants() -> tuple[Variant, Variant]:
     plans = [plan(lengths, "g2n1", d_model=16, gamma=1.0) for lengths in LENGTHS]
     home = [Step([plan_home(of)]) for of in plans]
     return (
-        Variant(NO_BALANCER, home, [4.0, 2.0], [0.5, 0.25], [3.0, 1.0]),
-        Variant("g2n1", [Step([of]) for of in plans], [2.0, 1.0], [0.5, 0.3], [3.0, 1.0]),
+        Variant(NO_BALANCER, home, [Measured(4.0, 0.5, 3.0), Measured(2.0, 0.25, 1.0)]),
+        Variant("g2n1", [Step([of]) for of in plans], [Measured(2.0, 0.5, 3.0), Measured(1.0, 0.3, 1.0)]),
     )
 
 
@@ -57,9 +57,7 @@ def test_figures_by_hand() -> None:
 def test_ranks_wait_in_every_micro_batch() -> None:
     """A step of the two: each micro-batch counts with its slowest rank."""
     baseline, balanced = (
-        dataclasses.replace(
-            of, steps=[Step([step.plans[0] for step in of.steps])], latencies_s=[s], losses=[1.0], gradient_norms=[1.0]
-        )
+        dataclasses.replace(of, steps=[Step([step.plans[0] for step in of.steps])], measured=[Measured(s, 1.0, 1.0)])
         for of, s in zip(variants(), (6.0, 4.0), strict=True)
     )
     got = figures(balanced, baseline, MODEL, peak_tflops=None)
@@ -70,7 +68,7 @@ def test_ranks_wait_in_every_micro_batch() -> None:
 
 def test_an_infinite_ratio_is_null() -> None:
     step = Step([plan_home(plan([[5], []], "g2n1", d_model=16))])
-    alone = Variant(NO_BALANCER, [step], [1.0], [1.0], [1.0])
+    alone = Variant(NO_BALANCER, [step], [Measured(1.0, 1.0, 1.0)])
     assert math.isinf(step.figures["wir"]) and figures(alone, alone, MODEL, None)["wir"] is None
 
 

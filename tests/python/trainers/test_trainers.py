@@ -60,11 +60,14 @@ def test_accelerate_trains_as_one_process(tmp_path: Path, expected: Tensor) -> N
 def test_lightning_and_transformers_train_as_one_process(tmp_path: Path, expected: Tensor) -> None:
     outcomes = run_ranks(others, 2, tmp_path, blocks_of("Trainers"), timeout_s=400)
     check_trained(outcomes, expected)
-    for _, (lightning, transformers, dealt_again) in outcomes:
+    for _, (lightning, transformers, dealt_again, as_sampler) in outcomes:
         assert lightning.startswith(f"{SAID}, expected a number, as lightning.pytorch.trainer.trainer is imported")
         assert "trainer.accumulate_grad_batches" in lightning
         assert transformers.startswith(SAID)
         assert dealt_again.startswith("TypeError") and "Trainer(use_distributed_sampler=False)" in dealt_again
+        assert as_sampler.startswith(
+            "ArgumentError: sampler: got a BalancedBatchSampler, dealt once more by lightning."
+        )
 
 
 def test_accelerate_leaves_a_ranks_lists_as_they_are(tmp_path: Path) -> None:

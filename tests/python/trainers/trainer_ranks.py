@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from knapformer import BalancedBatchSampler, BalancedLoader, SequenceBalancer
+from knapformer import ArgumentError, BalancedBatchSampler, BalancedLoader, SequenceBalancer
 
 LENGTHS = [40, 7, 64, 5, 9, 30, 300, 12] * 12
 
@@ -37,7 +37,10 @@ def _run(rank: int, world: int, folder: Path, *blocks: str) -> dict[str, Any]:
 def _message(call: Callable[[], Any]) -> str:
     try:
         call()
-    except (ValueError, TypeError, RuntimeError) as error:
+    except (ValueError, TypeError, RuntimeError) as raised:
+        error = raised
+        while isinstance(error.__context__, Exception) and not isinstance(error, ArgumentError):
+            error = error.__context__  # Lightning may raise another one as it cleans up
         return f"{type(error).__name__}: {error}"
     return "no error"
 
@@ -63,7 +66,9 @@ def others(rank: int, world: int, folder: Path, blocks: list[str]) -> tuple[dict
     weights["resumed"] = resumed.model.weight
     unsaid = [block.replace(", loss_divisor=divisor", "") for block in (lightning, transformers)]
     dealt_again = lightning.replace("use_distributed_sampler=False", "use_distributed_sampler=True")
-    return weights, [_message(partial(run, block)) for block in (*unsaid, dealt_again)]
+    said = [_message(partial(run, block)) for block in (*unsaid, dealt_again)]
+    as_sampler = data.replace("batch_sampler=sampler", "sampler=sampler, batch_size=None")
+    return weights, [*said, _message(partial(_run, rank, world, folder, as_sampler, dealt_again))]
 
 
 def _accelerator(num_steps: int = 1, **options: Any) -> Any:

@@ -92,15 +92,9 @@ def build_kinds(
 
 
 def sharded_model(
-    config: ModelConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-    checkpointing: bool,
-    mode: str = "training",
-    *,
-    keep_exchanges: bool = False,
-    seed: int = 0,
-) -> PackedModel:
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, checkpointing: bool, mode: str = "training", *,
+    keep_exchanges: bool = False, seed: int = 0,
+) -> PackedModel:  # fmt: skip
     """A model sharded over all ranks, never whole on any: built without memory, sharded, then filled. Collective.
 
     mode: "training", or "lora" with adapters on a frozen base.
@@ -140,14 +134,9 @@ class BlockTimes:
 
 
 def time_blocks(
-    kinds: Sequence[BlockKind],
-    work: Callable[[BlockKind, list[int]], Work],
-    lengths: Sequence[int],
-    device: torch.device,
-    num_rounds: int,
-    num_warmup_rounds: int = 1,
-    on_done: Callable[[], None] = lambda: None,
-) -> BlockTimes:
+    kinds: Sequence[BlockKind], work: Callable[[BlockKind, list[int]], Work], lengths: Sequence[int],
+    device: torch.device, num_rounds: int, num_warmup_rounds: int = 1, on_done: Callable[[], None] = lambda: None,
+) -> BlockTimes:  # fmt: skip
     """work: prepares the passes of a kind's block over packed sequences.
 
     on_done is called after each of kinds x lengths x rounds measurements.

@@ -89,12 +89,15 @@ def run(args: argparse.Namespace) -> None:
     settings.warn_if_far(args, planning, lengths)
     if not any(lens for of_ranks in lengths for lens in of_ranks):
         raise ArgumentError(f"{args.lengths}: got a first step without sequences, expected at least one sequence")
+    # A calibrated device has no name here, so its peak is unknown.
+    named = None if args.calibration is not None else PEAK_TFLOPS.get(args.cluster or Cluster.names()[0])
+    peak_tflops = args.peak_tflops or named
     made, points = list[Step](), list[Point]()
     for draw in draws:
         topologies = dict.fromkeys(_topology(draw, asked) for asked in args.topology)
         ways = usual_ways(draw, topologies, args.micro_batches is not None)
         made += [steps[0] for steps in ways.values()][-1:]  # the first step of the last topology
-        points += [_point(steps, name, args) for name, steps in ways.items()]
+        points += [_point(steps, name, peak_tflops) for name, steps in ways.items()]
     plan, heads = made[0].plan, heads_text(draws[0], made[0].plan)
     if args.report is not None:
         from knapformer.tools.plan.report import write_report
@@ -112,14 +115,16 @@ def run(args: argparse.Namespace) -> None:
             "solver": planning.solver,
             "num_steps": args.steps,
             **{name: getattr(args, name) for name in options},
-            "peak_tflops": _peak_tflops(args),
+            "peak_tflops": peak_tflops,
             **settings.settings_dict(planning),
             "points": points,
         })  # fmt: skip
     if "-" in (args.json, args.predictions):
         return
     if len(draws) == len(args.topology) == args.steps == 1:
-        _print_made(plan, made[0].plan_s)
+        parts = f"{plan.num_micro_batches} micro-batches, " if plan.num_micro_batches > 1 else ""
+        size = f"{plan.num_ranks} ranks, {parts}{plan.num_sequences:,} sequences, {plan.num_tokens:,} tokens"
+        show(f"{plan.topology}, {size}, {plan.solver} in {made[0].plan_s * 1e3:.3g} ms", _plan_text(plan))
     show(*filter(None, [heads]))
     _print_points(points, args.steps)
     show(settings.assumed(args, planning))
@@ -144,23 +149,11 @@ def _topology(draw: Draw, asked: str) -> str:
     return str(next(planned_whole(asked)(draw)).plans[0].topology)
 
 
-def _peak_tflops(args: argparse.Namespace) -> float | None:
-    # A calibrated device has no name here, so its peak is unknown.
-    named = None if args.calibration is not None else PEAK_TFLOPS.get(args.cluster or Cluster.names()[0])
-    return args.peak_tflops or named
-
-
-def _point(steps: Sequence[Step], name: str, args: argparse.Namespace) -> Point:
+def _point(steps: Sequence[Step], name: str, peak_tflops: float | None) -> Point:
     """plan_s: median wall time of the planner on this machine."""
     plan_s, topology = statistics.median(step.plan_s for step in steps), "none" if name == NO_BALANCER else name
     named = {"num_ranks": steps[0].plans[0].num_ranks, "topology": topology, "plan_s": plan_s}
-    return named | means(steps, _peak_tflops(args))
-
-
-def _print_made(plan: Plan, took_s: float) -> None:
-    parts = f"{plan.num_micro_batches} micro-batches, " if plan.num_micro_batches > 1 else ""
-    size = f"{plan.num_ranks} ranks, {parts}{plan.num_sequences:,} sequences, {plan.num_tokens:,} tokens"
-    show(f"{plan.topology}, {size}, {plan.solver} in {took_s * 1e3:.3g} ms", _plan_text(plan))
+    return named | means(steps, peak_tflops)
 
 
 def _plan_text(plan: Plan) -> str:

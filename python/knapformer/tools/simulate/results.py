@@ -10,12 +10,20 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from knapformer import TrainedModel, predict_step
 from knapformer.tools.files import cells_of, show, table_of, write_json
 from knapformer.tools.simulate.steps import Simulation
 from knapformer.tools.ways import NO_BALANCER, Step, measured
+
+
+class Measured(NamedTuple):
+    """Over all ranks: the latency of the slowest, and what one process with all samples of the step would compute."""
+
+    latency_s: float
+    loss: float
+    gradient_norm: float
 
 
 @dataclass(frozen=True)
@@ -24,16 +32,8 @@ class Variant:
 
     name: str
     steps: list[Step] = field(default_factory=list)  # without a balancer, all at home
-    latencies_s: list[float] = field(default_factory=list)  # of the slowest rank
-    losses: list[float] = field(default_factory=list)  # mean over the samples of all ranks and micro-batches
-    gradient_norms: list[float] = field(default_factory=list)
+    measured: list[Measured] = field(default_factory=list)
     same_samples: bool = True  # whether it computes the samples that were drawn
-
-    def add(self, step: Step, latency_s: float, loss: float, gradient_norm: float) -> None:
-        self.steps.append(step)
-        self.latencies_s.append(latency_s)
-        self.losses.append(loss)
-        self.gradient_norms.append(gradient_norm)
 
 
 def _highest_work(step: Step) -> float:
@@ -56,14 +56,15 @@ def figures(variant: Variant, baseline: Variant, model: TrainedModel, peak_tflop
 
     work = 1.0 if variant.same_samples else 1 / ratio(_own_work)
     plans = [plan for step in variant.steps for plan in step.plans]
+    latencies_s, of_baseline = ([step.latency_s for step in of.measured] for of in (variant, baseline))
     return {
-        **measured(variant.name, variant.steps, variant.latencies_s, model, peak_tflops),
-        "fbl_median_s": statistics.median(variant.latencies_s),
-        "speed_up": work * math.fsum(baseline.latencies_s) / math.fsum(variant.latencies_s),
+        **measured(variant.name, variant.steps, latencies_s, model, peak_tflops),
+        "fbl_median_s": statistics.median(latencies_s),
+        "speed_up": work * math.fsum(of_baseline) / math.fsum(latencies_s),
         "promised_speed_up": work * ratio(_highest_work),
         "tokens_moved": sum(plan.tokens_moved for plan in plans) / sum(plan.num_tokens for plan in plans),
         "work": work,
-        "loss_per_step": list(variant.losses),
+        "loss_per_step": [step.loss for step in variant.measured],
         **(differences(variant, baseline) if variant.same_samples else {}),
     }
 
@@ -71,12 +72,13 @@ def figures(variant: Variant, baseline: Variant, model: TrainedModel, peak_tflop
 def differences(one: Variant, other: Variant) -> dict[str, float]:
     """The largest relative difference over the steps, of loss and of gradient norm, which have to be the same."""
 
-    def largest(of: Sequence[float], base: Sequence[float]) -> float:
-        return max(abs(a - b) / abs(b) if a != b else 0.0 for a, b in zip(of, base, strict=True))
+    def largest(of: Callable[[Measured], float]) -> float:
+        pairs = zip(map(of, one.measured), map(of, other.measured), strict=True)
+        return max(abs(a - b) / abs(b) if a != b else 0.0 for a, b in pairs)
 
     return {
-        "loss_difference": largest(one.losses, other.losses),
-        "gradient_difference": largest(one.gradient_norms, other.gradient_norms),
+        "loss_difference": largest(lambda step: step.loss),
+        "gradient_difference": largest(lambda step: step.gradient_norm),
     }
 
 

@@ -12,7 +12,7 @@ import itertools
 import math
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from knapformer.tools.files import Progress
 from knapformer.tools.measure.blocks import sharded_model
 from knapformer.tools.measure.environment import default_dtype, environment
 from knapformer.tools.measure.timing import synchronize
-from knapformer.tools.simulate.results import Variant, report
+from knapformer.tools.simulate.results import Measured, Variant, report
 from knapformer.tools.simulate.steps import SeededSample, Simulation
 
 
@@ -54,7 +54,7 @@ def simulate(simulation: Simulation, device: torch.device) -> None:
             # Variants that compute the same samples in the same place share their tensors.
             data = {id(way.data): way.data for way in ways.values()}
             batches = {key: _batches(config, of[rank], device, dtype) for key, of in data.items()}
-            measured: list[list[_Measured]] = [[] for _ in variants]
+            measured: list[list[Measured]] = [[] for _ in variants]
             for turn in range(len(variants) * (args.repeats if is_timed else 1)):
                 k = (turn + number) % len(variants)
                 way, balancer = ways[variants[k].name], balancers.get(variants[k].name)
@@ -63,7 +63,8 @@ def simulate(simulation: Simulation, device: torch.device) -> None:
                 progress.count()
             if is_timed:
                 for variant, way, repeats in zip(variants, ways.values(), measured, strict=True):
-                    variant.add(way.step, *min(repeats))
+                    variant.steps.append(way.step)
+                    variant.measured.append(min(repeats))
         num_parameters = sum(p.numel() for blocks in model.block_lists() for p in blocks.parameters())
     if rank != 0:
         return
@@ -92,21 +93,13 @@ def _batches(
     ]
 
 
-class _Measured(NamedTuple):
-    """Over all ranks: the latency of the slowest, and what one process with all samples of the step would compute."""
-
-    latency_s: float
-    loss: float
-    gradient_norm: float
-
-
 def _timed_step(
     model: PackedModel,
     batches: Batches,
     balancer: SequenceBalancer | None,
     plans: Sequence[Plan] | None,
     device: torch.device,
-) -> _Measured:
+) -> Measured:
     """Runs an optimizer step without the optimizer, from a common start to the end of the last backward pass.
 
     plans: per micro-batch, for the balancer to follow; None: it makes its own."""
@@ -132,7 +125,7 @@ def _timed_step(
         raise RuntimeError(f"the loss is {loss_of_step}: the model's numbers leave the range of {target.dtype}")
     for parameter in model.parameters():
         parameter.grad = None
-    return _Measured(latency_s.item(), loss_of_step, gradient_norm)
+    return Measured(latency_s.item(), loss_of_step, gradient_norm)
 
 
 def _gradient_norm(model: PackedModel) -> float:
