@@ -7,10 +7,12 @@ rounds' ratios, so that a drift of the machine's speed affects both calls alike.
 of one thread, which other processes on the machine change little; models are narrow there. On CUDA both calls take
 flash attention: in diffusers' own call, cuDNN's, which torch 2.11 chooses on an H200, ends in an illegal memory access
 in the backward pass. What is compared, for each class of diffusers that has an adapter, with the small model of
-`knapformer.adapters.check` made as wide as --d-model, and its conditions without padding:
+`knapformer.adapters.check` made as wide as --d-model:
 
-equal    four samples of one size: diffusers' own call with a batch of four
-captions for FLUX and Wan, captions of 20 to 512 tokens: diffusers' own call with captions padded to 512
+equal    four samples of one size, without padding: diffusers' own call with a batch of four
+captions captions of 20 to 512 tokens: diffusers' own call with captions padded to 512, masked where the model takes
+         masks. Then the packed call gets the same arguments, and `off` says how far the two losses are apart. Without
+         masks padding takes part in diffusers' result. Z-Image takes lists, and pads and masks them itself
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import diffusers
@@ -33,7 +35,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import knapformer
 
 CAPTIONS = (20, 77, 200, 512)
-PADDED = ("FluxTransformer2DModel", "WanTransformer3DModel")
+MASKS = ("attention_mask", "states_mask", "attention_mask_2")
+SAME = {"cpu": 1e-5, "cuda": 2e-2}  # at most so far apart: float32, bfloat16
+Sample = dict[str, Any]
 GOALS = {"equal": 1.03, "captions": 1.0}  # at most so many of diffusers' seconds
 
 
@@ -44,7 +48,7 @@ def wide(class_name: str, d_model: int, head_dim: int) -> SmallModel:
     widths |= dict.fromkeys(("num_attention_heads", "n_heads", "num_key_value_heads", "n_kv_heads"), heads)
     widths |= dict.fromkeys(("ffn_dim", "intermediate_size"), 4 * d_model)
     widths |= {"attention_head_dim": head_dim, "rope_freq_dim": head_dim // 8, "pos_embed_max_size": 192}
-    widths["axes_lens"] = [2048, 256, 256]
+    widths["axes_lens"] = [4096, 256, 256]
     widths |= {"audio_num_attention_heads": heads // 2, "audio_attention_head_dim": head_dim}
     widths["audio_cross_attention_dim"] = heads // 2 * head_dim
     axes = {3: [turned, 3 * turned // 2, 3 * turned // 2], 4: [turned] * 4}
@@ -58,23 +62,35 @@ def wide(class_name: str, d_model: int, head_dim: int) -> SmallModel:
     return SmallModel(getattr(diffusers, class_name), **fields)
 
 
-def unmasked(sample: dict[str, Any]) -> dict[str, Any]:
-    hides = ("attention_mask", "states_mask", "attention_mask_2")
-    return {name: torch.ones_like(v) if v is not None and name.endswith(hides) else v for name, v in sample.items()}
+def samples_of(small: SmallModel, side: int, captions: Sequence[int]) -> tuple[list[Sample], list[Sample]]:
+    """Samples with captions of so many tokens for a packed call, and for diffusers' with its padding: the same ones
+    where the model has masks or takes lists."""
+    packed, padded, longest = [], [], max(captions)
+    masks = [name for name in (*small.adapter.required, *small.adapter.optional) if name.endswith(MASKS)]
+    for seed, num_text in enumerate(captions):
+        own, full = (small.sample(Size((1, side, side), count), seed) for count in (num_text, longest))
+        full |= {name: value for name, value in (padded or [full])[0].items() if not of_samples(value)}
+        for name in masks:
+            length = full["encoder_hidden_states"].shape[1]  # in some masks tokens of the picture follow
+            full[name] = torch.ones_like(full.get(name, torch.ones(1, length, dtype=torch.bool)))
+            full[name][:, num_text + length - longest : length] = 0
+        if "cap_feats" in full:
+            full["cap_feats"] = [text[:num_text] for text in full["cap_feats"]]
+        packed.append(full if masks or "cap_feats" in full or num_text == longest else own)
+        padded.append(full)
+    return packed, padded
 
 
-def batch_of(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """One batch, captions filled with zeros; arguments without a dimension of samples are those of the longest."""
-    num_text = [
-        sample["encoder_hidden_states"].shape[1] if "encoder_hidden_states" in sample else 0 for sample in samples
-    ]
-    batch = {}
-    for name, value in samples[num_text.index(max(num_text))].items():
+def of_samples(value: Any) -> bool:
+    """Whether an argument has a row or an item for each sample, and is not of the whole batch."""
+    return isinstance(value, list) or (isinstance(value, Tensor) and len(value) == 1)
+
+
+def batch_of(samples: Sequence[Sample]) -> Sample:
+    batch = dict(samples[0])
+    for name in filter(lambda name: of_samples(batch[name]), batch):
         rows = [sample[name] for sample in samples]
-        if name == "encoder_hidden_states":
-            rows = [torch.nn.functional.pad(row, (0, 0, 0, value.shape[1] - row.shape[1])) for row in rows]
-        of_samples = isinstance(value, Tensor) and len(value) == 1
-        batch[name] = torch.cat(rows) if of_samples else [*itertools.chain(*rows)] if isinstance(value, list) else value
+        batch[name] = torch.cat(rows) if isinstance(rows[0], Tensor) else [*itertools.chain(*rows)]
     return batch
 
 
@@ -91,26 +107,30 @@ def seconds(compute: Callable[[], Tensor], device: str) -> float:
 
 
 @sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
-def compare(model: Any, samples: list[dict[str, Any]], arguments: Any) -> dict[str, float]:
-    batch, device = batch_of(samples), arguments.device
+def compare(model: Any, packed: Sequence[Sample], padded: Sequence[Sample], arguments: Any) -> dict[str, float]:
+    batch, num_visual = batch_of(padded), arguments.side**2
 
-    def squares(outputs: Any) -> Tensor:
-        leaves = (leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor))
-        return sum((leaf.square().mean() for leaf in leaves), torch.zeros((), device=device))
+    def loss(outputs: Any) -> Tensor:
+        """Of Qwen-Image 2.1, which returns rows of text, too, the last ones are of the picture."""
+        leaves = [leaf[:, -num_visual:] for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
+        return torch.cat([leaf.flatten() for leaf in leaves]).square().mean()
 
-    ways = {"packed": lambda: squares(list(model(samples))), "diffusers": lambda: squares(model(**batch))}
+    ways = {"packed": lambda: loss(list(model(packed))), "diffusers": lambda: loss(model(**batch))}
+    with torch.no_grad():
+        of_packed, of_padded = (float(way()) for way in ways.values())
     for way in ways.values():
-        seconds(way, device)
+        seconds(way, arguments.device)
     taken: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(arguments.rounds):
         for name in sorted(ways, reverse=number % 2 == 0):  # each goes first in every second round
-            taken[name].append(seconds(ways[name], device))
+            taken[name].append(seconds(ways[name], arguments.device))
             model.zero_grad()
     ratios = [a / b for a, b in zip(taken["packed"], taken["diffusers"], strict=True)]
     return {
         "packed_s": statistics.median(taken["packed"]),
         "diffusers_s": statistics.median(taken["diffusers"]),
         "ratio": statistics.median(ratios),
+        "off": abs(of_packed / of_padded - 1),
     }
 
 
@@ -141,14 +161,16 @@ def main() -> None:
     for class_name in arguments.classes or [name for name in names() if "." not in name]:
         of_class = wide(class_name, d_model, head_dim)
         model = knapformer.balance(of_class.make().to(arguments.device, dtype))
-        cases = {"equal": (128,) * 4} | ({"captions": CAPTIONS} if class_name in PADDED else {})
-        for case, captions in cases.items():
-            sizes = [Size((1, arguments.side, arguments.side), num_text) for num_text in captions]
-            drawn = [unmasked(of_class.sample(size, seed)) for seed, size in enumerate(sizes)]
-            samples = [{name: on_device(name, value) for name, value in sample.items()} for sample in drawn]
-            figures = compare(model, samples, arguments) | {"goal": GOALS[case]}
+        for case, captions in {"equal": (128,) * 4, "captions": CAPTIONS}.items():
+            packed, padded = samples_of(of_class, arguments.side, captions)
+            moved = (
+                [{name: on_device(name, value) for name, value in s.items()} for s in of] for of in (packed, padded)
+            )
+            figures = compare(model, *moved, arguments) | {"goal": GOALS[case]}
+            if packed[0] is padded[0] and not (off := figures["off"]) <= SAME[arguments.device]:
+                raise RuntimeError(f"{class_name} {case}: losses are {off:.1e} apart, expected the same")
             comparisons[f"{class_name} {case}"] = figures
-            print(class_name, case, {key: round(value, 3) for key, value in figures.items()}, flush=True)
+            print(class_name, case, {key: float(f"{value:.3g}") for key, value in figures.items()}, flush=True)
     if arguments.json:
         options = {name: value for name, value in vars(arguments).items() if name != "json"}
         write_results(arguments.json, "adapters", options | {"captions": CAPTIONS}, comparisons=comparisons)

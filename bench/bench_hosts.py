@@ -88,10 +88,8 @@ def main() -> int:
     for run in runs:
         for of in run["variants"]:
             measured_s, predicted_s = of["fbl_median_s"], of["predicted_s"]
-            print(
-                f"| {run['micro_batches']} | {of['name']} | {measured_s:.2f} | {predicted_s:.2f} "
-                f"| {measured_s / predicted_s:.2f} |"
-            )
+            cells = (f"{value:.2f}" for value in (measured_s, predicted_s, measured_s / predicted_s))
+            print(f"| {run['micro_batches']} | {of['name']} |", " | ".join(cells), "|")
     if args.json is not None:
         configuration = {name: getattr(args, name) for name in ("clip", "rate", "steps", "repeats", "seed")}
         configuration |= {"shares_of_cores": shared}

@@ -11,6 +11,7 @@ slowest rank at the true gamma, over its work in a plan made at the true gamma. 
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import statistics
 import warnings
@@ -32,21 +33,14 @@ def run_rank(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     warnings.simplefilter("ignore")  # the balancer warns of a wrong gamma, which is intended here
     rank = dist.get_rank()
-    return [
-        {
-            "mix": mix,
-            "topology": topology,
-            "given": given,
-            "noise": noise,
-            **learned(rank, mix, topology, given, noise, args.seed),
-        }
-        for mix in ("mixed", "joint")
-        for topology in TOPOLOGIES
-        for given, noise in CASES
+    cases = [
+        {"mix": mix, "topology": topology, "given": given, "noise": noise}
+        for mix, topology, (given, noise) in itertools.product(("mixed", "joint"), TOPOLOGIES, CASES)
     ]
+    return [case | learned(rank, args.seed, **case) for case in cases]
 
 
-def learned(rank: int, mix: str, topology: str, given: float, noise: float, seed: int) -> dict[str, Any]:
+def learned(rank: int, seed: int, mix: str, topology: str, given: float, noise: float) -> dict[str, Any]:
     """gammas: the one that each step was planned with. over: see above, for each step; on rank 0 alone."""
     data = knapformer.DataMix.parse(mix)
     rng = random.Random(f"{rank} {mix} {topology} {given} {noise}" + (f" {seed}" if seed else ""))

@@ -18,7 +18,8 @@ from unittest import mock
 
 from knapformer.tools.measure.environment import host_environment
 
-NUM_RANKS = 2
+NUM_RANKS, LIMIT_S = 2, 3600
+RunRank = Callable[[argparse.Namespace], Any]
 # Imported by the process that ranks are forked from: none of these modules touches a device.
 PRELOADED = ["torch.distributed", "knapformer.balancer"]
 _LOAD = os.getloadavg()  # before the benchmark adds to it
@@ -31,18 +32,11 @@ def parser_of(doc: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def on_ranks(
-    run_rank: Callable[[argparse.Namespace], Any],
-    args: argparse.Namespace,
-    num_ranks: int = NUM_RANKS,
-    backend: str | None = "gloo",
-    limit_s: float = 3600.0,
-) -> Any:
-    """Runs `run_rank(args)` on local ranks of one thread each, in a group of `backend` (None: without a group), and
-    returns what rank 0 returned.
+def on_ranks(run_rank: RunRank, args: argparse.Namespace, num_ranks: int = NUM_RANKS) -> Any:
+    """Runs `run_rank(args)` on local ranks of one thread each, in a group of Gloo, and returns what rank 0 returned.
 
     Ranks are forked from a process that has imported PRELOADED and has touched no device. Raises TimeoutError where
-    they take longer than limit_s; an exception of a rank is raised here, with its traceback.
+    they take longer than LIMIT_S; an exception of a rank is raised here, with its traceback.
     """
     import torch.multiprocessing as mp
 
@@ -50,41 +44,32 @@ def on_ranks(
     # The ranks are local. Otherwise Gloo asks for the address of the host's name, and without a network waits for it.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     multiprocessing.set_forkserver_preload(PRELOADED)
-    deadline = time.monotonic() + limit_s
+    deadline = time.monotonic() + LIMIT_S
     with tempfile.TemporaryDirectory() as folder:
         ranks = mp.start_processes(
-            _rank_main, (folder, run_rank, args, num_ranks, backend), num_ranks, join=False, start_method="forkserver"
+            _rank_main, (folder, run_rank, args, num_ranks), num_ranks, join=False, start_method="forkserver"
         )
         while not ranks.join(timeout=1):
             if time.monotonic() > deadline:
                 for process in ranks.processes:
                     process.kill()
-                raise TimeoutError(f"{run_rank.__name__}: {num_ranks} ranks took more than {limit_s:.0f} s")
+                raise TimeoutError(f"{run_rank.__name__}: {num_ranks} ranks took more than {LIMIT_S} s")
         return json.loads(Path(folder, "result.json").read_text())
 
 
-def _rank_main(
-    rank: int,
-    folder: str,
-    run_rank: Callable[[argparse.Namespace], Any],
-    args: argparse.Namespace,
-    num_ranks: int,
-    backend: str | None,
-) -> None:
+def _rank_main(rank: int, folder: str, run_rank: RunRank, args: argparse.Namespace, num_ranks: int) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=300)
-    if backend is not None:
-        store = f"file://{folder}/store"
-        dist.init_process_group(backend, init_method=store, rank=rank, world_size=num_ranks, timeout=timeout)
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=num_ranks, timeout=timeout)
     result = run_rank(args)
     if rank == 0:
         Path(folder, "result.json").write_text(json.dumps(result))
     # Only here, where the balancers are gone: otherwise the last of them to hold the group would tear it down.
-    if backend is not None:
-        dist.destroy_process_group()
+    dist.destroy_process_group()
 
 
 def bare_all_to_all(send_splits: list[int], recv_splits: list[int]) -> Callable[[], Any]:
@@ -110,17 +95,6 @@ def module_at(path: Path, *absent: str) -> Any:
         for name in stubs:
             del sys.modules[name]
     return module
-
-
-Check = dict[str, Any]
-
-
-def at_least(value: float, limit: float) -> Check:
-    return {"value": value, "at_least": limit, "passed": value >= limit}
-
-
-def at_most(value: float, limit: float) -> Check:
-    return {"value": value, "at_most": limit, "passed": value <= limit}
 
 
 def write_results(path: Path, benchmark: str, configuration: dict[str, Any], **results: Any) -> None:

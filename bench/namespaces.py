@@ -39,8 +39,8 @@ class CannotMakeHosts(Exception):
 
 
 @contextlib.contextmanager
-def two_hosts(rate_mbit: float | None = 1000) -> Iterator[tuple[Host, Host]]:
-    """rate_mbit: the limit of each direction of the link; None: no limit. Raises CannotMakeHosts."""
+def two_hosts(rate_mbit: float) -> Iterator[tuple[Host, Host]]:
+    """rate_mbit: the limit of each direction of the link. Raises CannotMakeHosts."""
     for program, package in (("ip", "iproute2"), ("tc", "iproute2"), ("nsenter", "util-linux")):
         if shutil.which(program) is None:
             raise CannotMakeHosts(f"{program} is not installed (Debian: {package})")
@@ -56,9 +56,8 @@ def two_hosts(rate_mbit: float | None = 1000) -> Iterator[tuple[Host, Host]]:
             _in(host, "ip", "address", "add", f"{host.address}/24", "dev", host.interface)
             for interface in ("lo", host.interface):
                 _in(host, "ip", "link", "set", interface, "up")
-            if rate_mbit is not None:
-                _in(host, "tc", "qdisc", "add", "dev", host.interface, "root", "tbf", "rate", f"{rate_mbit}mbit",
-                    "burst", "256kb", "latency", "50ms")  # fmt: skip
+            _in(host, "tc", "qdisc", "add", "dev", host.interface, "root", "tbf", "rate", f"{rate_mbit}mbit",
+                "burst", "256kb", "latency", "50ms")  # fmt: skip
         yield first, second
     finally:
         for host in hosts:  # the link goes with them
