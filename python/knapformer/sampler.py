@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +28,7 @@ from knapformer.equal_on_ranks import check_equal_on_ranks
 from knapformer.planning import attention_pairs, plan
 from knapformer.sample_values import checked_integers, checked_masks, checked_numbers, described, extremes, integer
 from knapformer.shared_samples import gives_shared_samples
-from knapformer.trainers import check_not_dealt_again, keep_lists
+from knapformer.trainers import check_iterated, keep_lists
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -190,10 +191,11 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self._is_asked = all(len(bag) == 1 for bag in bags.bags)  # what a rank computes of its samples
 
     def __iter__(self) -> Iterator[list[int]]:
-        check_not_dealt_again(self, sys._getframe(1).f_globals["__name__"])
-        return self._lists()
+        return self._lists(sys._getframe(1))
 
-    def _lists(self) -> Iterator[list[int]]:
+    def _lists(self, by: FrameType) -> Iterator[list[int]]:
+        check_iterated(self, by)  # not in __iter__: a DataLoader with workers could not clean up yet
+        del by
         keep_lists(BalancedBatchSampler)
         if self._is_compared and dist.is_initialized():
             check_equal_on_ranks("passes of samplers", self._description)

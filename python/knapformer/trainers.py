@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from types import FrameType
 from typing import Any
 
 from knapformer._core import ArgumentError, StateError
@@ -17,12 +18,18 @@ _DIVISORS = {
 }
 
 
-def check_not_dealt_again(sampler: object, caller: str) -> None:
-    """Of a sampler whose lists are one rank's batches. caller: the module that iterates over it."""
+def check_iterated(sampler: object, by: FrameType) -> None:
+    """Of a sampler whose lists are one rank's batches, in order. by: what begins to iterate over it."""
+    name, caller, loader = type(sampler).__name__, by.f_globals["__name__"], by.f_locals.get("loader")
     if caller.startswith(("torch", "lightning")) and caller.endswith((".sampler", ".distributed")):
         raise ArgumentError(
-            f"sampler: got a {type(sampler).__name__}, dealt once more by {caller}, expected it as the loader's "
-            "batch_sampler, under Lightning with Trainer(use_distributed_sampler=False)"
+            f"sampler: got a {name}, dealt once more by {caller}, expected it as the loader's batch_sampler, under "
+            "Lightning with Trainer(use_distributed_sampler=False)"
+        )
+    if caller.startswith("torch") and getattr(loader, "num_workers", 0) > 0 and not getattr(loader, "in_order", True):
+        raise ArgumentError(
+            f"in_order: got False, with workers, for a {name}, whose lists are micro-batches one after another; "
+            "expected True"
         )
 
 

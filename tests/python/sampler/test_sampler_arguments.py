@@ -1,5 +1,7 @@
 """BalancedBatchSampler: what its arguments may be, and the errors that name those that are wrong."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -74,6 +76,15 @@ def test_lists_are_not_dealt_once_more(loader, batch_size):
         return
     with pytest.raises(ArgumentError, match=r"dealt once more by \w+.*sampler, expected it as the .*batch_sampler"):
         next(iter(data))
+
+
+@pytest.mark.parametrize("loader", [DataLoader, StatefulDataLoader])
+def test_lists_come_in_their_order(loader):
+    sampler = BalancedBatchSampler(range(1, 33), batch_size=2, d_model=64, micro_batches=2)
+    data = partial(loader, torch.arange(32), batch_sampler=sampler, in_order=False)
+    assert [batch.tolist() for batch in data()] == list(sampler)  # without workers
+    with pytest.raises(ArgumentError, match=r"in_order: got False, with workers, for a BalancedBatchSampler, .* True"):
+        next(iter(data(num_workers=1)))
 
 
 def test_a_batch_may_be_larger_than_the_data():
