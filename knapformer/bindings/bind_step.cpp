@@ -119,11 +119,7 @@ void bind_step(py::module_& m) {
       .def_property_readonly("plan", &Step::step_plan)
       .def_property_readonly("seq_lens", &Step::seq_lens)
       .def_property_readonly("chunk_lens", &Step::chunk_lens)
-      .def_property_readonly("common_mask",
-                             [](const Step& self) {
-                               const std::optional<Mask>& mask = self.common_mask();
-                               return mask ? std::optional(mask->str()) : std::nullopt;
-                             })
+      .def_property_readonly("common_mask", &Step::common_mask)
       .def("route", converting<const Step>(as_tuple(&Step::route), tensor("x"), tensors("features"),
                                            tensors("sequence_features")))
       .def("reverse_route", converting<const Step>(&Step::reverse_route, tensor("x")))

@@ -29,7 +29,7 @@ SequenceBalancer::SequenceBalancer(std::string_view topology, BalancerOptions op
                                    const MakeBagGroup& make_bag_group, const MakeCpuGroup& make_cpu_group)
     : ranks_(std::make_shared<Ranks>(topology, std::move(options), std::move(group), make_bag_group, make_cpu_group)),
       feedback_(ranks_->options().plan.workload.gamma, ranks_->options().plan.rank_speed, ranks_->num_ranks()) {
-  if (ranks_->all()) gatherer_ = std::make_shared<LengthGatherer>(ranks_->all());
+  if (ranks_->all()) gatherer_ = std::make_shared<LengthGatherer>(ranks_->all(), ranks_->balancer());
 }
 
 Planning SequenceBalancer::planning_of(int64_t d_model, int32_t num_micro_batches) const {

@@ -53,6 +53,8 @@ class Ranks {
 
   const BalancerOptions& options() const { return options_; }
   Rank rank() const { return rank_; }
+  /// The number of this balancer on its group, the same on all ranks: each counts those made, and making is collective.
+  int64_t balancer() const { return balancer_; }
   int32_t num_ranks() const { return topology().num_ranks(); }
   const Topology& topology() const { return options_.plan.topology; }
 
@@ -81,6 +83,7 @@ class Ranks {
 
   BalancerOptions options_;  // with the topology
   Rank rank_;
+  int64_t balancer_ = 0;
   std::shared_ptr<Watchdog> watchdog_;
   std::shared_ptr<CommGroup> all_, bag_;
   std::vector<TablesDevice> devices_;

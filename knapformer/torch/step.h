@@ -66,8 +66,10 @@ class Step {
   at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Attend& attend,
                        const KernelMask& mask = Mask()) const;
 
-  /// The mask of every sequence, where all have the same one and it is known.
-  const std::optional<Mask>& common_mask() const { return rank_plan_->common_mask; }
+  /// The text of the mask of every sequence, where all have the same one.
+  std::optional<std::string> common_mask() const {
+    return rank_plan_->common_mask ? std::optional(rank_plan_->common_mask->str()) : std::nullopt;
+  }
 
   /// Of the micro-batch.
   const MicroBatchPlan& plan() const { return *rank_plan_->plan; }

@@ -47,7 +47,8 @@ int64_t num_words(const std::string& text) { return static_cast<int64_t>((text.s
 
 }  // namespace
 
-LengthGatherer::LengthGatherer(std::shared_ptr<CommGroup> group) : group_(std::move(group)) {
+LengthGatherer::LengthGatherer(std::shared_ptr<CommGroup> group, int64_t balancer)
+    : group_(std::move(group)), balancer_(balancer) {
   device_ = group_->control_device();
 }
 
@@ -59,7 +60,7 @@ LengthGatherer::Pending LengthGatherer::start(GatheredLengths own, int64_t d_mod
   const at::Tensor host = at::empty({size}, options.pinned_memory(!device_.is_cpu()));
   int64_t* out = host.mutable_data_ptr<int64_t>();
   std::fill(out, out + size, 0);
-  out[kMagic] = kLengthsMagic;
+  out[kMagic] = kLengthsMagic + balancer_;
   out[kWidth] = d_model;
   out[kStatus] = static_cast<int64_t>(statuses.empty() ? DataStatus::kActive : statuses[0]);
   const ObservedStep step = observed.empty() ? ObservedStep() : observed[0];
@@ -100,9 +101,10 @@ std::optional<GatheredLengths> LengthGatherer::wait(const Pending& pending, cons
   std::optional<size_t> with_work, without_work;  // ranks that have sequences
   for (size_t rank = 0; rank < num_ranks; ++rank) {
     const int64_t* sent = gathered.data() + rank * stride;
-    if (sent[kMagic] != kLengthsMagic) {
-      throw StateError(text("plan_routing: rank ", rank, " sent no lengths of this version, expected format ",
-                            kLengthsMagic, ", got ", sent[kMagic], ": all ranks need the same version of knapformer"));
+    if (sent[kMagic] != kLengthsMagic + balancer_) {
+      throw StateError(text("plan_routing: got of rank ", rank, " what another balancer or version sends (format ",
+                            sent[kMagic], "), expected format ", kLengthsMagic + balancer_,
+                            ": all ranks call the balancers of a group in the same order"));
     }
     if (sent[kWidth] != gathered[kWidth]) {
       throw ArgumentError(

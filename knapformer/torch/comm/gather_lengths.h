@@ -47,8 +47,8 @@ struct GatheredLengths {
 
 class LengthGatherer {
  public:
-  /// `group`: of all ranks.
-  explicit LengthGatherer(std::shared_ptr<CommGroup> group);
+  /// `group`: of all ranks. balancer: the number of the one that gathers, on which ranks must agree.
+  explicit LengthGatherer(std::shared_ptr<CommGroup> group, int64_t balancer = 0);
 
   /// A gather in flight: start it for the next step while this one computes.
   struct Pending {
@@ -70,6 +70,7 @@ class LengthGatherer {
 
  private:
   std::shared_ptr<CommGroup> group_;
+  int64_t balancer_ = 0;
   at::Device device_ = at::kCPU;
   int64_t capacity_ = 64;  // numbers after the header; the same on all ranks, always
 };

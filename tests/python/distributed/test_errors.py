@@ -284,6 +284,21 @@ def test_a_call_out_of_order_is_named_on_all_ranks(warm_steps: int) -> None:
     check_errors(by_rank, expected | {"no_call": ("", r"plan_routing.*rank 1 \(in no call\)")})
 
 
+def _balancers_in_turn(rank: int, world_size: int) -> tuple[str, str, float]:
+    """Rank 1 plans by the second before the first, once ranks no longer ask each other."""
+    balancers = [SequenceBalancer("g1n2", d_model=8) for _ in range(2)]
+    for _ in range(4):
+        for number, balancer in enumerate(balancers):
+            assert balancer.plan_routing([10 * number + rank + 1]).num_tokens == 20 * number + 3
+    return error_of(lambda: [balancer.plan_routing([4]) for balancer in balancers[:: -1 if rank == 1 else 1]])
+
+
+def test_balancers_of_a_group_in_another_order_are_an_error_on_all_ranks() -> None:
+    for rank, (kind, words, seconds) in enumerate(run_ranks(_balancers_in_turn, 2)):
+        assert kind == "StateError" and seconds < SOON_S
+        assert f"plan_routing: got of rank {1 - rank} what another balancer" in words
+
+
 def _of_every_field(argument: str, of: Cluster | TrainedModel) -> dict[str, tuple[dict[str, Any], str]]:
     """Options that differ in one field of the cluster or the model."""
     others = {
