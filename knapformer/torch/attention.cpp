@@ -79,7 +79,7 @@ void SharedAttention::add_segment(ExchangeArguments& arguments, size_t level, si
   const AttentionLevel& of = tables.levels[level];
   SegmentArguments& segment = arguments.segments.emplace_back();
   segment.table = shared_tables[table];
-  segment.sharing = of;
+  segment.sharing = static_cast<const HeadSharing&>(of);
   for (const Moved& tensor : tensors) {
     segment.roles.push_back(tensor.role);
     arguments.names.push_back(text(tensor.name, "/", of.degree));
@@ -136,16 +136,15 @@ at::Tensor SharedAttention::attend_level(size_t level, const Inputs& qkv, HeadCo
   return o;
 }
 
-NextStage SharedAttention::stages_of(size_t level, Inputs first, Inputs rows, HeadCounts heads) const {
-  return [this, level, rows = std::move(rows), heads, come = std::move(first), started = at::Tensor(),
+NextStage SharedAttention::stages_of(size_t level, const LevelTensors& tensors, HeadCounts heads) const {
+  return [this, level, keys = Inputs{tensors.rows[1], tensors.rows[2]}, heads,
+          received = Inputs{tensors.received[1], tensors.received[2]}, started = at::Tensor(),
           stage = size_t{0}]() mutable -> std::optional<KeyStage> {
     const std::vector<at::Tensor>& key_lens = attended[level].stage_key_lens;
     if (stage == key_lens.size()) return std::nullopt;
-    if (stage > 0) come = finish_exchange(started);
-    KeyStage next{.k = come[0], .v = come[1], .key_lens = key_lens[stage]};
-    if (++stage < key_lens.size()) {
-      started = start_exchange(rows, to_stage(level, stage, heads));
-    }
+    if (stage > 0) received = finish_exchange(started);
+    KeyStage next{.k = received[0], .v = received[1], .key_lens = key_lens[stage]};
+    if (++stage < key_lens.size()) started = start_exchange(keys, to_stage(level, stage, heads));
     return next;
   };
 }
@@ -176,88 +175,91 @@ at::Tensor SharedAttention::attend_to_stages(size_t level, const Inputs& first, 
   return attend_level(level, {q, at::cat(k), at::cat(v)}, heads, attend);
 }
 
+std::vector<SharedAttention::LevelTensors> SharedAttention::by_level(const Inputs& qkv) const {
+  std::vector<LevelTensors> levels(tables.levels.size());
+  std::vector<int64_t> num_rows;
+  for (const AttentionLevel& level : tables.levels) num_rows.push_back(level.num_rows);
+  for (const at::Tensor& tensor : qkv) {
+    const std::vector<at::Tensor> parts = levels.size() == 1 ? Tensors{tensor} : tensor.split_with_sizes(num_rows);
+    for (size_t level = 0; level < levels.size(); ++level) levels[level].rows.push_back(parts[level]);
+  }
+  return levels;
+}
+
 at::Tensor SharedAttention::run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                 const Attend& attend) const {
   const HeadCounts heads{.num_heads = q.size(1), .num_kv_heads = k.size(1)};
-  const size_t first_shared = tables.levels[0].degree == 1 ? 1 : 0;
-  const auto has_tokens = [&](size_t level) { return tables.levels[level].has_queries(); };
-  if (first_shared == 1 && !tables.any_shared) {
+  const size_t num_whole = num_whole_levels();
+  if (num_whole == 1 && !tables.any_shared) {
     at::Tensor o = attend_level(0, {q, k, v}, heads, attend);
-    return has_tokens(0) ? o : depending_on(std::move(o), {q, k, v});
+    return tables.levels[0].has_queries() ? o : depending_on(std::move(o), {q, k, v});
   }
 
-  std::vector<int64_t> num_rows;
-  for (const AttentionLevel& level : tables.levels) num_rows.push_back(level.num_rows);
-  std::vector<Inputs> inputs(num_rows.size());  // of this rank's rows; where they travel, then of whole sequences
-  for (const at::Tensor& tensor : {q, k, v}) {
-    const std::vector<at::Tensor> of_levels =
-        num_rows.size() == 1 ? std::vector{tensor} : tensor.split_with_sizes(num_rows);
-    for (size_t level = 0; level < inputs.size(); ++level) inputs[level].push_back(of_levels[level]);
-  }
-  std::vector<at::Tensor> outputs(inputs.size());
-  Tensors shared_rows;
-  for (size_t level = first_shared; level < inputs.size(); ++level) {
-    shared_rows.insert(shared_rows.end(), inputs[level].begin(), inputs[level].end());
-  }
-  std::vector<Inputs> late(inputs.size());  // what comes in further stages on a rank that does not attend to it
-  std::vector<at::Tensor> moved;
-  if (first_shared == 1 && has_tokens(0)) {  // sequences that are whole here attend while the others travel
-    const at::Tensor started = start_exchange(shared_rows, to_sequences(heads));
-    outputs[0] = attend_level(0, inputs[0], heads, attend);
-    moved = finish_exchange(started);
+  std::vector<LevelTensors> levels = by_level({q, k, v});
+  const std::span<LevelTensors> shared = std::span(levels).subspan(num_whole);
+  Tensors sent;
+  for (const LevelTensors& level : shared) sent.insert(sent.end(), level.rows.begin(), level.rows.end());
+  Tensors received;
+  if (num_whole == 1) levels[0].received = levels[0].rows;
+  if (num_whole == 1 && tables.levels[0].has_queries()) {  // whole sequences attend while the others travel
+    const at::Tensor started = start_exchange(sent, to_sequences(heads));
+    levels[0].o = attend_level(0, levels[0].received, heads, attend);
+    received = finish_exchange(started);
   } else {
-    moved = run_exchange(shared_rows, to_sequences(heads));
+    received = run_exchange(sent, to_sequences(heads));
   }
-  for (size_t level = first_shared; level < inputs.size(); ++level) {
-    const auto first = moved.begin() + static_cast<std::ptrdiff_t>(3 * (level - first_shared));
-    const Inputs rows = {inputs[level][1], inputs[level][2]};
-    inputs[level] = {first, first + 3};
-    if (tables.levels[level].stages.size() > 1) {
-      const NextStage next = stages_of(level, {first + 1, first + 3}, rows, heads);
-      if (has_tokens(level)) {
-        outputs[level] = attend_to_stages(level, inputs[level], next, heads, attend);
-        continue;
-      }
-      next();  // which has come
-      while (const std::optional<KeyStage> stage = next()) late[level].insert(late[level].end(), {stage->k, stage->v});
-    }
-    // The kernel also sees sequences of which this rank has no queries, each in its place.
-    if (tables.levels[level].sequences.empty()) continue;
-    at::Tensor o = attend_level(level, inputs[level], heads, attend);
-    if (has_tokens(level)) outputs[level] = std::move(o);
+  for (auto next = received.begin(); LevelTensors & level : shared) {
+    level.received = {next, next + 3};
+    next += 3;
   }
-  fill_outputs_without_tokens(inputs, outputs, heads, attend);
-  for (size_t level = first_shared; level < inputs.size(); ++level)
-    outputs[level] = depending_on(std::move(outputs[level]), late[level]);
+  for (size_t level = num_whole; level < levels.size(); ++level) attend_shared(level, levels[level], heads, attend);
+  fill_outputs_without_tokens(levels, heads, attend);
 
-  const auto shared = outputs.begin() + static_cast<std::ptrdiff_t>(first_shared);
-  std::ranges::move(run_exchange({shared, outputs.end()}, to_rows(heads)), shared);
+  Tensors outputs;
+  for (LevelTensors& level : shared) outputs.push_back(depending_on(std::move(level.o), level.unattended));
+  outputs = run_exchange(outputs, to_rows(heads));
+  if (num_whole == 1) outputs.insert(outputs.begin(), levels[0].o);
   return outputs.size() == 1 ? outputs[0] : at::cat(outputs);
 }
 
-/// Gives levels without tokens on this rank an output of no rows, in the shape of the other levels' outputs and with
-/// gradients where the level's outputs have them on its peers.
-void SharedAttention::fill_outputs_without_tokens(const std::vector<Inputs>& inputs, std::vector<at::Tensor>& outputs,
-                                                  HeadCounts heads, const Attend& attend) const {
-  const size_t first_shared = tables.levels[0].degree == 1 ? 1 : 0;
-  const auto defined = [](const at::Tensor& o) { return o.defined(); };
-  const auto shared = outputs.begin() + static_cast<std::ptrdiff_t>(first_shared);
-  const bool any_shared_here = std::any_of(shared, outputs.end(), defined);
-  auto like = std::find_if(outputs.begin(), outputs.end(), defined);
-  if (like == outputs.end()) {
-    like = shared;
-    *like = attend_level(first_shared, inputs[first_shared], heads, attend);
+void SharedAttention::attend_shared(size_t level, LevelTensors& tensors, HeadCounts heads, const Attend& attend) const {
+  const AttentionLevel& of = tables.levels[level];
+  if (of.stages.size() > 1) {
+    const NextStage next = stages_of(level, tensors, heads);
+    if (of.has_queries()) {
+      tensors.o = attend_to_stages(level, tensors.received, next, heads, attend);
+      return;
+    }
+    next();  // the first, which is among those that the kernel gets
+    while (const std::optional<KeyStage> stage = next())
+      tensors.unattended.insert(tensors.unattended.end(), {stage->k, stage->v});
   }
-  for (size_t level = 0; level < outputs.size(); ++level) {
-    if (outputs[level].defined()) continue;
-    std::vector<int64_t> shape = like->sizes().vec();
+  // The kernel also sees sequences of which this rank has no queries, each in its place.
+  if (of.sequences.empty()) return;
+  at::Tensor o = attend_level(level, tensors.received, heads, attend);
+  if (of.has_queries()) tensors.o = std::move(o);
+}
+
+void SharedAttention::fill_outputs_without_tokens(std::span<LevelTensors> levels, HeadCounts heads,
+                                                  const Attend& attend) const {
+  const auto is_defined = [](const LevelTensors& level) { return level.o.defined(); };
+  const std::span<LevelTensors> shared = levels.subspan(num_whole_levels());
+  const bool any_shared_here = std::ranges::any_of(shared, is_defined);
+  auto known = std::ranges::find_if(levels, is_defined);
+  if (known == levels.end()) {
+    known = levels.end() - std::ssize(shared);
+    known->o = attend_level(num_whole_levels(), known->received, heads, attend);
+  }
+  const at::Tensor like = known->o;
+  for (size_t level = 0; level < levels.size(); ++level) {
+    if (levels[level].o.defined()) continue;
+    std::vector<int64_t> shape = like.sizes().vec();
     shape[0] = 0;
     shape[1] = num_query_heads(level, heads);
-    outputs[level] = at::empty(shape, like->options()).set_requires_grad(like->requires_grad());
+    levels[level].o = at::empty(shape, like.options()).set_requires_grad(like.requires_grad());
   }
   if (any_shared_here) return;
-  for (size_t level = first_shared; level < inputs.size(); ++level)
-    *shared = depending_on(std::move(*shared), inputs[level]);
+  for (const LevelTensors& level : shared) shared[0].o = depending_on(std::move(shared[0].o), level.received);
 }
 
 }  // namespace knapformer

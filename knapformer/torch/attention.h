@@ -95,7 +95,16 @@ struct SharedAttention {
 
  private:
   using Inputs = Tensors;  // q, k, v of a level
+  struct LevelTensors {
+    Inputs rows;         // of this rank
+    Inputs received;     // of the sequences that it attends to; where keys come in stages, of the first one
+    Tensors unattended;  // k and v of further stages, on a rank without queries
+    at::Tensor o;
+  };
 
+  /// Levels of degree 1, which is the first one if it is there: these do not travel.
+  size_t num_whole_levels() const { return tables.levels[0].degree == 1 ? 1 : 0; }
+  std::vector<LevelTensors> by_level(const Inputs& qkv) const;
   struct Moved {
     const char* name;
     HeadRole role;
@@ -105,14 +114,17 @@ struct SharedAttention {
   /// Of shared_tables, that of a level's queries; those of its stages follow.
   size_t table_of(size_t level) const;
   at::Tensor attend_level(size_t level, const Inputs& qkv, HeadCounts heads, const Attend& attend) const;
-  /// The stages of a level, one by one. first: its k and v that have come already. rows: k and v of this rank's rows.
-  NextStage stages_of(size_t level, Inputs first, Inputs rows, HeadCounts heads) const;
+  /// The stages of a level, one by one. The first one has come already.
+  NextStage stages_of(size_t level, const LevelTensors& tensors, HeadCounts heads) const;
   /// first: q, and k and v of the first stage.
   at::Tensor attend_to_stages(size_t level, const Inputs& first, const NextStage& next, HeadCounts heads,
                               const Attend& attend) const;
+  /// Sets the output of a level whose tensors have come, where this rank has queries of it.
+  void attend_shared(size_t level, LevelTensors& tensors, HeadCounts heads, const Attend& attend) const;
   void check_output(size_t level, const at::Tensor& o, const at::Tensor& q, HeadCounts heads) const;
-  void fill_outputs_without_tokens(const std::vector<Inputs>& inputs, std::vector<at::Tensor>& outputs,
-                                   HeadCounts heads, const Attend& attend) const;
+  /// Gives levels without tokens on this rank an output of no rows, in the shape of the other levels' outputs and with
+  /// gradients where the level's outputs have them on its peers.
+  void fill_outputs_without_tokens(std::span<LevelTensors> levels, HeadCounts heads, const Attend& attend) const;
 };
 
 /// Says that activation checkpointing ran `call` again under another plan.

@@ -207,9 +207,8 @@ Json json_of(const MicroBatchPlan& plan) {
 MicroBatchPlan plan_of(const Json& json) {
   PlanInput input{
       .seq_lens = seq_lens_of(json),
-      .topology = Topology::parse(field_of<std::string>(json, "topology"), field_of<int64_t>(json, "num_ranks")),
-      .workload = {},
-      .attention_pairs = field_of<std::vector<int64_t>>(json, "attention_pairs")};
+      .topology = Topology::parse(field_of<std::string>(json, "topology"), field_of<int64_t>(json, "num_ranks"))};
+  const auto num_sequences = static_cast<size_t>(input.seq_lens.num_sequences());
   PlanInput::for_each_setting(
       input, [&]<class Value>(const char* name, Value& value) { value = field_of<Value>(json, name); });
   if (json.contains("work")) {
@@ -217,8 +216,12 @@ MicroBatchPlan plan_of(const Json& json) {
     input.token_part = field_of<double>(json, "token_part");
   }
   if (json.contains("masks")) {
-    for (const auto& mask : field_of<std::vector<std::string>>(json, "masks")) input.masks.push_back(Mask::parse(mask));
+    std::vector<Mask> masks;
+    for (const auto& mask : per_sequence<std::string>(json, "masks", num_sequences)) masks.push_back(Mask::parse(mask));
+    input.give_masks(std::move(masks));
   }
+  if (field_of<std::vector<int64_t>>(json, "attention_pairs") != input.attention_pairs)
+    throw_argument("plan", "other 'attention_pairs' than 'masks' leave", "those of the masks, none without masks");
   if (json.contains("attention_cuts")) {
     for (const auto& cut : field_of<std::vector<std::vector<int32_t>>>(json, "attention_cuts")) {
       if (cut.size() != 3)
@@ -227,12 +230,6 @@ MicroBatchPlan plan_of(const Json& json) {
     }
   }
   input.validate();
-  for (size_t s = 0; s < input.masks.size(); ++s) {
-    const int64_t got = input.attention_pairs[s], pairs = input.masks[s].pairs(input.seq_lens.lens()[s]);
-    if (got != pairs)
-      throw_argument("plan", text(got, " 'attention_pairs' for mask '", input.masks[s].str(), "'"), text(pairs));
-  }
-  const auto num_sequences = static_cast<size_t>(input.seq_lens.num_sequences());
   const auto bags = per_sequence<int32_t>(json, "bag_of_sequence", num_sequences);
   const auto first_ranks = per_sequence<int32_t>(json, "first_rank_of_sequence", num_sequences);
   const auto degrees = per_sequence<int32_t>(json, "degree_of_sequence", num_sequences);
