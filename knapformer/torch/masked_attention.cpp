@@ -10,6 +10,7 @@
 #include <ATen/ops/logaddexp.h>
 #include <ATen/ops/sigmoid.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -217,6 +218,7 @@ const MaskTables::Blocks& MaskTables::blocks_on(at::Device device) {
   for (const auto& [on, known] : copies_) {
     if (on == stream) return known;
   }
+  const c10::InferenceMode no_inference(false);  // a later step may want gradients
   make_blocks(/*pinned=*/!device.is_cpu());
   const at::Tensor copied = blocks_.to(device, /*non_blocking=*/true);
   int64_t next = 0;

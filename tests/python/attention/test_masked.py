@@ -242,6 +242,12 @@ def test_without_tokens_or_heads_every_input_stays_in_the_graph() -> None:
         assert [g.shape for g in gradients(out, [q, k, v])] == [q.shape] * 4
 
 
+def test_blocks_that_are_made_in_inference_serve_training_after_it() -> None:
+    with torch.inference_mode():
+        bounds, lists = MaskTables(["window:9:4"], [300]).blocks_on(CPU)
+    assert not any(tensor.is_inference() for tensor in (*lists, *(end for ends in bounds for end in ends)))
+
+
 @pytest.mark.parametrize("mask", ["block_causal:3:7", "c5 f20"])
 def test_packed_attention_takes_any_mask(mask: str) -> None:
     torch.manual_seed(0)
