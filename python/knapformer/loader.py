@@ -65,6 +65,8 @@ class _Loader(Generic[Item]):
                 "pass to go on, or load_state_dict again"
             )
         resumes, self._position, self._resume_at = self._resume_at is not None, self._resume_at or _Position(), None
+        if resumes:
+            self._balancer.plan_routing(())  # StateError on all ranks, where one begins anew: it calls start_planning
         source = _Source(self._loader, self._position, self._snapshot if self._stateful else None)
         try:
             items = self._iterate(source)
@@ -115,7 +117,7 @@ class _Loader(Generic[Item]):
         return {self._key: state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The next pass goes on after the batch that was yielded last when `state` was taken, with the same batches.
+        """The next pass goes on after the batch that was yielded last when `state` was taken. All ranks load theirs.
 
         A wrapped loader with a state of its own goes on from that state. Any other is iterated from its start, and the
         batches that were used are skipped: its order must be the same again (a seeded generator, `set_epoch` called as

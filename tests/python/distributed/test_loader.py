@@ -312,6 +312,28 @@ CHECKS = [
 ]
 
 
+def resumed_alone(rank: int, world_size: int) -> Outcome:
+    """Rank 0 goes on from a state, rank 1 begins anew."""
+    loader = BalancedLoader(
+        make_batches(rank, 4), SequenceBalancer(TOPOLOGY, d_model=D_MODEL), seq_lens=lens_of, empty=empty
+    )
+    for _ in itertools.islice(loader, 2):
+        state = loader.state_dict()
+    dist.barrier()
+    loader = BalancedLoader(
+        make_batches(rank, 4), SequenceBalancer(TOPOLOGY, d_model=D_MODEL), seq_lens=lens_of, empty=empty
+    )
+    if rank == 0:
+        loader.load_state_dict(state)
+    return outcome_of(loader)
+
+
+def test_a_state_that_one_rank_alone_has_loaded_is_an_error_on_all() -> None:
+    for kind, words, steps, _ in run_ranks(resumed_alone, 2):
+        assert (kind, steps) == ("StateError", 0), words
+        assert "got start_planning on rank 1, expected plan_routing, as on rank 0" in words
+
+
 def test_loader_on_real_ranks() -> None:
     pytest.importorskip("torchdata")
     run_checks(CHECKS, 2)

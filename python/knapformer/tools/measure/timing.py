@@ -40,12 +40,9 @@ def seconds_of(work: Work, device: torch.device) -> float:
 
 
 def measured_rounds(
-    prepare: Sequence[Callable[[], Work]],
-    device: torch.device,
-    num_rounds: int,
-    num_warmup_rounds: int = 1,
+    prepare: Sequence[Callable[[], Work]], device: torch.device, num_rounds: int, num_warmup_rounds: int = 1,
     on_done: Callable[[], None] = lambda: None,
-) -> list[list[float]]:
+) -> list[list[float]]:  # fmt: skip
     """For each of `prepare` the seconds of its work, one per round.
 
     A round measures each work once, so that a temporary disturbance hits a whole round and not one of the works. Each
