@@ -77,8 +77,8 @@ class PackedAttention:
         pairing = pairing_of(query_lens, key_lens)
         causal = self.mask == "causal"
         starts = None if query_starts is None else lengths_list(query_starts)
-        if causal and starts != pairing.causal_starts:
-            raise ValueError(f"query_starts: got {starts}, expected {pairing.causal_starts}, to the end of the keys")
+        if causal and starts != (at_the_end := [keys - queries for queries, keys in zip(*pairing.lens, strict=True)]):
+            raise ValueError(f"query_starts: got {starts}, expected {at_the_end}, to the end of the keys")
         out: Tensor = pairing.attend(q, k, v, causal)
         return out
 
@@ -128,11 +128,6 @@ class Pairing:
         pairs = itertools.groupby(zip(*self.lens, strict=True))
         self.runs = [(len(list(run)), *pair) for pair, run in pairs if pair != (0, 0)]
         self._offsets: dict[torch.device | torch.Stream, tuple[Tensor, Tensor, int, int]] = {}
-
-    @property
-    def causal_starts(self) -> list[int]:
-        """Where the first query of each sequence lies among its keys."""
-        return [num_keys - num_queries for num_queries, num_keys in zip(*self.lens, strict=True)]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # a kernel that takes lengths
     def attend(
@@ -345,7 +340,7 @@ def _on_cpu(pairing: Pairing, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, 
     wide, outs = torch.promote_types(q.dtype, torch.float32), []
     for own in _heads_of_sequences(pairing, q.shape[1], (q, 0), (k, 1), (v, 1)):
         none = own[0].new_full(own[0].shape[:3], -torch.inf, dtype=wide)
-        outs.append(kernel(*own) if _attends(own) else (torch.zeros_like(own[0]), none))
+        outs.append(kernel(*own) if own[0].numel() * own[1].numel() > 0 else (torch.zeros_like(own[0]), none))
     o, log_sum_exp = (_packed(list(of)) for of in zip(*outs, strict=True))
     return o, log_sum_exp
 
@@ -356,7 +351,8 @@ def _gradients_on_cpu(
     kernel: Callable[..., tuple[Tensor, ...]] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     tensors, outs = ((grad, 0), (q, 0), (k, 1), (v, 1), (o, 0), (log_sum_exp, 0)), []
     for own in _heads_of_sequences(pairing, q.shape[1], *tensors):
-        outs.append(kernel(*own, 0.0, False) if _attends(own[1:]) else [torch.zeros_like(of) for of in own[1:4]])
+        attends = own[1].numel() * own[2].numel() > 0
+        outs.append(kernel(*own, 0.0, False) if attends else [torch.zeros_like(of) for of in own[1:4]])
     of_heads = (_packed(list(of)) for of in zip(*outs, strict=True))
     # Grouped heads of keys and values were repeated.
     return tuple(
@@ -373,11 +369,6 @@ def _heads_of_sequences(pairing: Pairing, num_heads: int, *tensors: tuple[Tensor
         by_head = tensor if repeats == 1 else tensor.repeat_interleave(repeats, 1)
         parts.append(by_head.transpose(0, 1).unsqueeze(0).split(pairing.lens[of], 2))
     return zip(*parts, strict=True)
-
-
-def _attends(own: Sequence[Tensor]) -> bool:
-    """Whether a sequence, of which these are q, k and v, has queries and keys."""
-    return own[0].shape[2] * own[1].shape[2] > 0
 
 
 def _packed(parts: list[Tensor]) -> Tensor:
