@@ -382,14 +382,10 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     def _plan(self, lengths: list[list[Any]], work: list[list[Any]], masks: str | list[list[str]] = "full") -> Plan:
         return plan(
-            lengths,
-            self._topology,
-            self._cost,
-            micro_batches=self._micro_batches,
-            max_tokens_per_rank=self._max_tokens_per_rank,
-            masks=None if self._masks is None else masks,
+            lengths, self._topology, self._cost, micro_batches=self._micro_batches,
+            max_tokens_per_rank=self._max_tokens_per_rank, masks=None if self._masks is None else masks,
             work=None if self._work is None else work,
-        )
+        )  # fmt: skip
 
     def _check_settings(self) -> Plan:
         """Refuses what is wrong for any samples, and a longest sample that no step can hold. The plan of no samples."""

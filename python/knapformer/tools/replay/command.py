@@ -105,11 +105,16 @@ def run(args: argparse.Namespace) -> None:
         "variants": variants,
         "environment": environment(device),
     })  # fmt: skip
+    rows = [
+        of | {"exchanged_gb": of["exchanged_bytes"] / 1e9, "fsdp_gb": of["fsdp_bytes"] / 1e9,
+              "speed_up": variants[0]["fbl_s"] / of["fbl_s"]}
+        for of in variants
+    ]  # fmt: skip
     columns = _COLUMNS | ({} if variants[0]["hfu"] is None else {"HFU": "hfu:.1%"})
     show(
         f"{args.model} in {dtype} on {device_name(device)}, shares of {num_ranks:,} ranks, gamma {planning.gamma:.3g}",
         table_of(
-            (cells_of(_row(of, variants[0]["fbl_s"]), columns) for of in variants),
+            (cells_of(row, columns) for row in rows),
             left="balancer",
             caption="FBL (forward and backward latency): what the slowest ranks compute, measured, then what the "
             "cluster model adds. Seconds. WIR (workload imbalance ratio): highest over lowest work of a rank, planned "
@@ -120,15 +125,6 @@ def run(args: argparse.Namespace) -> None:
         "standard deviation of the seconds per planned FLOP, over their mean.",
         settings.assumed(args, planning),
     )
-
-
-def _row(of: dict[str, Any], baseline_s: float) -> dict[str, Any]:
-    return {
-        **of,
-        "exchanged_gb": of["exchanged_bytes"] / 1e9,
-        "fsdp_gb": of["fsdp_bytes"] / 1e9,
-        "speed_up": baseline_s / of["fbl_s"],
-    }
 
 
 def _ways(args: argparse.Namespace, config: ModelConfig, planning: Planning) -> dict[str, list[Step]]:

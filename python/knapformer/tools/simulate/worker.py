@@ -94,12 +94,9 @@ def _batches(
 
 
 def _timed_step(
-    model: PackedModel,
-    batches: Batches,
-    balancer: SequenceBalancer | None,
-    plans: Sequence[Plan] | None,
+    model: PackedModel, batches: Batches, balancer: SequenceBalancer | None, plans: Sequence[Plan] | None,
     device: torch.device,
-) -> Measured:
+) -> Measured:  # fmt: skip
     """Runs an optimizer step without the optimizer, from a common start to the end of the last backward pass.
 
     plans: per micro-batch, for the balancer to follow; None: it makes its own."""
