@@ -20,7 +20,7 @@ _DIVISORS = {
 
 def check_iterated(sampler: object, by: FrameType) -> None:
     """Of a sampler whose lists are one rank's batches, in order. by: what begins to iterate over it."""
-    name, caller, loader = type(sampler).__name__, by.f_globals["__name__"], by.f_locals.get("loader")
+    name, caller, loader = type(sampler).__name__, by.f_globals.get("__name__", ""), by.f_locals.get("loader")
     if caller.startswith(("torch", "lightning")) and caller.endswith((".sampler", ".distributed")):
         raise ArgumentError(
             f"sampler: got a {name}, dealt once more by {caller}, expected it as the loader's batch_sampler, under "
