@@ -220,6 +220,9 @@ class Adapter(ABC):
     of_grids: ClassVar[bool] = False
     channels_first: ClassVar[bool] = False  # whether they are so among the numbers that the model predicts for a patch
 
+    def __init_subclass__(cls) -> None:
+        cls.named_configs = cls.__dict__.get("named_configs", {})  # those of a base are of its class of models
+
     def __init__(self, max_text_tokens: int, num_controls: Mapping[str, int]) -> None:
         self.max_text_tokens = max_text_tokens
         self.num_controls = num_controls  # residuals in such an argument, where a sample has it

@@ -64,6 +64,16 @@ def random_mask(size: Any, needed: bool = False) -> Any:
     return None if kept == count and not needed else (torch.arange(count) < kept).float().unsqueeze(0)
 
 
+def random_times(size: Any, draw: Draw) -> Tensor:
+    """One for all tokens; of videos with several frames one for each, that of the first frame, which is known, 0."""
+    time: Tensor = 1000 * draw.time()
+    frames = size.grid[0]
+    if frames > 1:
+        time = time.repeat(1, size.visual_tokens)
+        time[:, : size.visual_tokens // frames] = 0
+    return time
+
+
 def random_image(config: Any, draw: Draw, tokens: int = 257) -> Tensor | None:
     """What Wan gets of a picture, by default as many tokens as CLIP gives."""
     if getattr(config, "image_dim", None) is None:

@@ -112,7 +112,6 @@ class LongCatImage(Flux):
     processors = ("LongCatImageAttnProcessor",)
     controls = {}
     small = {name: value for name, value in Flux.small.items() if name != "guidance_embeds"}
-    named_configs = {}
 
     def _condition(self, model: Any, samples: Samples, given: torch.dtype, dtype: torch.dtype) -> Tensor:
         return model.time_embed(samples.one_each("timestep").to(dtype) * 1000, dtype)
@@ -132,13 +131,9 @@ class Chroma(Flux):
         "ChromaTransformerBlock": double_block, "ChromaSingleTransformerBlock": single_block,
         "ChromaAdaLayerNormContinuousPruned": pruned_norm,
     }  # fmt: skip
-    small = {
-        "in_channels": 6, "num_layers": 2, "num_single_layers": 1, "attention_head_dim": 14, "num_attention_heads": 3,
-        "joint_attention_dim": 11, "axes_dims_rope": (2, 4, 8), "approximator_num_channels": 16,
-        "approximator_hidden_dim": 9, "approximator_layers": 2,
-    }  # fmt: skip
+    small = {name: of for name, of in Flux.small.items() if name not in ("guidance_embeds", "pooled_projection_dim")}
+    small |= {"approximator_num_channels": 16, "approximator_hidden_dim": 9, "approximator_layers": 2}
     conditions = {"attention_mask": lambda config, size, draw: _random_joint_mask(size)}
-    named_configs = {}
 
     def embed(self, model: Any, samples: Samples) -> Home:
         home = super().embed(model, samples)

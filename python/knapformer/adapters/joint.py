@@ -104,6 +104,7 @@ def parts_of(lens: Tensor, kind: int) -> OfSequences:
     return OfSequences(lens, prepare)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # a collective, and kernels that take lengths
 def parts_attention(
     attn: nn.Module,
     step: PackedStep,

@@ -4,50 +4,59 @@ its time steps along. A prediction is a pair, of video and audio."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from knapformer import ArgumentError
-from knapformer.adapters.adapter import Home, Moved, OfSequences, Part, RunBlock
-from knapformer.adapters.drawn import random_mask
-from knapformer.adapters.joint import JointAdapter, JointChunks, PartChunks, counts_of, parts_attention, parts_of
+from knapformer.adapters.adapter import Home, Moved, Part, RunBlock
+from knapformer.adapters.drawn import random_mask, random_times
+from knapformer.adapters.joint import JointAdapter, JointChunks, PartChunks, counts_of, parts_attention
 from knapformer.adapters.samples import Samples, context_of_rows, rows_of_context
 from knapformer.attention.kernels import Pairing, pairing_of
 from knapformer.attention.packing import Segments, TwoStreams, gated_add, lengths_list, modulate, runs_of, to_device
 
 _PREFIXES = ("audio_", "")  # of the names of what computes audio, and video: the kinds of tokens, in their order
-Turns = tuple[Tensor, Tensor]  # cos and sin, as diffusers' rope gives them
+Pair = tuple[Tensor, Tensor]  # of audio, and of video
 
 
-class Stream:
-    """The audio, or the video, of the chunks on this rank. No dataclass: FSDP would cast its angles."""
+class Turns:
+    """cos and sin of tokens at coords (1, axes, tokens). No dataclass: FSDP would cast them."""
 
-    def __init__(self, own: PartChunks, of_crossing: Segments, times: tuple[Tensor, Tensor], **parts: Any) -> None:
-        self.own = own  # its of_token: runs of tokens with the same time step
-        self.of_crossing = of_crossing  # runs with the same time step of attention between audio and video
-        self.times = times  # those of both kinds of runs
-        self.turns: Turns
-        self.crossing_turns: Turns
-        self.to_text: Pairing
-        self.of_text: Segments  # the chunk of each token of the text
-        self.__dict__.update(parts)
+    def __init__(self, rope: Any, coords: Tensor) -> None:
+        cos, sin = rope(F.pad(coords, (0, 1)))  # of one more: rope fails where there are none
+        self.cos_sin = cos[..., :-1, :], sin[..., :-1, :]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Stream(PartChunks):
+    """The audio, or the video, of the chunks on this rank. of_token: runs of tokens with the same time step."""
+
+    prefix: str
+    of_crossing: Segments  # runs with the same time step of attention between audio and video
+    turns: Turns
+    crossing_turns: Turns
+    to_text: Pairing
+    of_text: Segments  # the chunk of each token of the text
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CoupledChunks(JointChunks):
     both: tuple[Stream, Stream]  # audio, video
-    parts: OfSequences
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def crossing(self, attn: nn.Module, *heads: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Queries of audio and of video to keys and values of the other: (its tokens, heads, head_dim) each."""
-        return parts_attention(attn, self.step, self.streams, self.parts, *heads, reads=(1, 0))
+
+class Beside(NamedTuple):
+    """What blocks get beside a stream: its text, and what modulates it before each block adds its tables."""
+
+    text: Tensor  # (its tokens, width)
+    of_text: Tensor  # (chunks, 2 widths): shift and scale
+    own: Tensor  # (runs, 6 or 9 widths): shift, scale, gate of its attention, its feed-forward, its attention to text
+    crossing: Tensor  # (crossing runs, 4 widths): scale and shift of what attends into video, then of what into audio
+    crossing_gate: Tensor  # (crossing runs, width): of what comes from the other stream
 
 
 def _turned(attn: Any, x: Tensor, turns: Turns | None) -> Tensor:
@@ -56,14 +65,8 @@ def _turned(attn: Any, x: Tensor, turns: Turns | None) -> Tensor:
 
     if turns is not None and len(x):  # diffusers' functions fail where there are no tokens
         turn = ltx2.apply_interleaved_rotary_emb if attn.rope_type == "interleaved" else ltx2.apply_split_rotary_emb
-        x = turn(x.unsqueeze(0), turns)[0]
+        x = turn(x.unsqueeze(0), turns.cos_sin)[0]
     return x.unflatten(-1, (attn.heads, -1))
-
-
-def _turns(rope: Any, coords: Tensor) -> Turns:
-    """Of coords (1, axes, tokens). One more is computed: rope fails where there are none."""
-    cos, sin = rope(F.pad(coords, (0, 1)))
-    return cos[..., :-1, :], sin[..., :-1, :]
 
 
 def _queries(attn: Any, x: Tensor, turns: Turns | None = None) -> Tensor:
@@ -86,59 +89,72 @@ def _rows(table: Tensor, cond: Tensor) -> tuple[Tensor, ...]:
     return (table + cond.unflatten(-1, (len(table), -1))).unbind(1)
 
 
-def _read(block: Any, prefix: str, x: Tensor, text: Tensor, rows: Any, prompt: Tensor | None, stream: Stream) -> Tensor:
-    """One modality attends to itself and to its text."""
-    of_token = stream.own.of_token
-    attn1, attn2 = getattr(block, f"{prefix}attn1"), getattr(block, f"{prefix}attn2")
-    shift, scale, gate, _, _, _, *of_text = rows
-    normed = modulate(getattr(block, f"{prefix}norm1")(x), shift, scale, of_token)
-    k, v = _keys(attn1, normed, stream.turns)
-    attended = stream.own.attention(attn1, _queries(attn1, normed, stream.turns), k, v)
-    x = gated_add(x, _out(attn1, normed, attended), gate, of_token)
+def _attend_to_itself(block: Any, x: Tensor, rows: Sequence[Tensor], _: Beside, stream: Stream) -> Tensor:
+    attn, of_token = getattr(block, f"{stream.prefix}attn1"), stream.of_token
+    shift, scale, gate = rows[:3]
+    normed = modulate(getattr(block, f"{stream.prefix}norm1")(x), shift, scale, of_token)
+    q, (k, v) = _queries(attn, normed, stream.turns), _keys(attn, normed, stream.turns)
+    return gated_add(x, _out(attn, normed, stream.attention(attn, q, k, v)), gate, of_token)
 
-    normed = getattr(block, f"{prefix}norm2")(x)
-    if of_text:
-        normed = modulate(normed, of_text[0], of_text[1], of_token)
+
+def _attend_to_text(block: Any, x: Tensor, rows: Sequence[Tensor], beside: Beside, stream: Stream) -> Tensor:
+    attn, of_token, text = getattr(block, f"{stream.prefix}attn2"), stream.of_token, beside.text
+    normed = getattr(block, f"{stream.prefix}norm2")(x)
+    if of_queries := rows[6:]:
+        normed = modulate(normed, of_queries[0], of_queries[1], of_token)
     if block.cross_attn_adaln:
-        table = getattr(block, f"{prefix}prompt_scale_shift_table")
-        if prompt is None:
-            prompt = text.new_zeros(len(stream.own.step.chunk_lens), table.numel())
-        shift, scale = _rows(table, prompt)
+        shift, scale = _rows(getattr(block, f"{stream.prefix}prompt_scale_shift_table"), beside.of_text)
         text = modulate(text, shift, scale, stream.of_text)
-    update = _out(attn2, normed, stream.to_text.attend(_queries(attn2, normed), *_keys(attn2, text)).flatten(1))
-    return gated_add(x, update, of_text[2], of_token) if of_text else x + update
+    attended = stream.to_text.attend(_queries(attn, normed), *_keys(attn, text))
+    update = _out(attn, normed, attended.flatten(1))
+    return gated_add(x, update, of_queries[2], of_token) if of_queries else x + update
 
 
-def block(
-    block: Any, audio: Tensor, video: Tensor, texts: Sequence[Tensor], conds: Sequence[Any], chunks: CoupledChunks
-) -> tuple[Tensor, Tensor]:
-    """As LTX2VideoTransformerBlock.forward; texts and conds: of audio, and of video. A cond: for runs of tokens what
-    modulates them, reads the other modality, and gates that; and what modulates the text, where the model has it."""
-    own = [_rows(getattr(block, f"{p}scale_shift_table"), cond[0]) for p, cond in zip(_PREFIXES, conds, strict=True)]
-    parts = zip(_PREFIXES, (audio, video), texts, own, (cond[3] for cond in conds), chunks.both, strict=True)
-    audio, video = (_read(block, prefix, x, text, rows, prompt, of) for prefix, x, text, rows, prompt, of in parts)
-
-    attns = (block.video_to_audio_attn, block.audio_to_video_attn)  # into audio, into video
-    norms = (block.video_to_audio_norm, block.audio_to_video_norm)
+def _attend_to_each_other(
+    block: Any, audio: Tensor, video: Tensor, beside: Sequence[Beside], chunks: CoupledChunks
+) -> Pair:
+    """Both at once, by one exchange."""
+    into_audio, into_video = block.video_to_audio_attn, block.audio_to_video_attn
     tables = (block.audio_a2v_cross_attn_scale_shift_table, block.video_a2v_cross_attn_scale_shift_table)
-    heads, updates = [], []
-    for kind, (x, cond, of) in enumerate(zip((audio, video), conds, chunks.both, strict=True)):
-        rows, normed = _rows(tables[kind][:4], cond[1]), norms[kind](x)
-        # Scale and shift of what goes into video, then of what goes into audio.
-        for_video, for_audio = (modulate(normed, rows[i + 1], rows[i], of.of_crossing) for i in (0, 2))
-        reads, is_read = (for_video, for_audio) if kind else (for_audio, for_video)
-        queries = _queries(attns[kind], reads, of.crossing_turns)
-        heads.append((queries, *_keys(attns[1 - kind], is_read, of.crossing_turns)))
-        updates.append((x, partial(_out, attns[kind], reads), tables[kind][4:] + cond[2]))
+    turns_audio, turns_video = (stream.crossing_turns for stream in chunks.both)
 
-    outs = []
-    crossed = chunks.crossing(attns[0], *zip(*heads, strict=True))
-    for prefix, (x, out, gate), attended, rows, of in zip(_PREFIXES, updates, crossed, own, chunks.both, strict=True):
-        x = gated_add(x, out(attended.flatten(1)), gate, of.of_crossing)
-        shift, scale, gate = rows[3:6]
-        normed = modulate(getattr(block, f"{prefix}norm3")(x), shift, scale, of.own.of_token)
-        outs.append(gated_add(x, getattr(block, f"{prefix}ff")(normed), gate, of.own.of_token))
-    return outs[0], outs[1]
+    def modulated(x: Tensor, kind: int) -> list[Tensor]:
+        """For attention into video, and into audio."""
+        rows, of_token = _rows(tables[kind][:4], beside[kind].crossing), chunks.both[kind].of_crossing
+        return [modulate(x, shift, scale, of_token) for scale, shift in (rows[:2], rows[2:])]
+
+    def updated(x: Tensor, update: Tensor, kind: int) -> Tensor:
+        return gated_add(x, update, tables[kind][4:] + beside[kind].crossing_gate, chunks.both[kind].of_crossing)
+
+    audio_read, audio_reads = modulated(block.video_to_audio_norm(audio), 0)
+    video_reads, video_read = modulated(block.audio_to_video_norm(video), 1)
+    of_audio = _queries(into_audio, audio_reads, turns_audio), *_keys(into_video, audio_read, turns_audio)
+    of_video = _queries(into_video, video_reads, turns_video), *_keys(into_audio, video_read, turns_video)
+    heads, parts = zip(of_audio, of_video, strict=True), chunks.both[1].parts
+    to_audio, to_video = parts_attention(into_audio, chunks.step, chunks.streams, parts, *heads, reads=(1, 0))
+    audio = updated(audio, _out(into_audio, audio_reads, to_audio.flatten(1)), 0)
+    return audio, updated(video, _out(into_video, video_reads, to_video.flatten(1)), 1)
+
+
+def _feed_forward(block: Any, x: Tensor, rows: Sequence[Tensor], _: Beside, stream: Stream) -> Tensor:
+    shift, scale, gate = rows[3:6]
+    normed = modulate(getattr(block, f"{stream.prefix}norm3")(x), shift, scale, stream.of_token)
+    return gated_add(x, getattr(block, f"{stream.prefix}ff")(normed), gate, stream.of_token)
+
+
+def block(block: Any, audio: Tensor, video: Tensor, beside: Sequence[Beside], chunks: CoupledChunks) -> Pair:
+    """As LTX2VideoTransformerBlock.forward; beside: audio, and video."""
+    pairs = zip(beside, chunks.both, strict=True)
+    rows = [_rows(getattr(block, f"{stream.prefix}scale_shift_table"), of.own) for of, stream in pairs]
+
+    def of_both(part: Callable[..., Tensor], *xs: Tensor) -> Pair:
+        audio, video = (part(block, *of) for of in zip(xs, rows, beside, chunks.both, strict=True))
+        return audio, video
+
+    audio, video = of_both(_attend_to_itself, audio, video)
+    audio, video = of_both(_attend_to_text, audio, video)
+    audio, video = _attend_to_each_other(block, audio, video, beside, chunks)
+    return of_both(_feed_forward, audio, video)
 
 
 class LTX2(JointAdapter):
@@ -169,10 +185,7 @@ class LTX2(JointAdapter):
         ),
         "encoder_attention_mask": lambda config, size, draw: random_mask(size),
         "audio_encoder_attention_mask": lambda config, size, draw: random_mask(size),
-        # One for all tokens, or 0 for those of the first frame, which is known.
-        "timestep": lambda config, size, draw: (
-            1000 * draw.time() * (torch.arange(size.visual_tokens) >= size.grid[1] * size.grid[2] * (size.grid[0] > 1))
-        ).unsqueeze(0),
+        "timestep": lambda config, size, draw: random_times(size, draw),
         "audio_timestep": lambda config, size, draw: 1000 * draw.time(),
         "sigma": lambda config, size, draw: 1000 * draw.time(),
         "audio_sigma": lambda config, size, draw: 1000 * draw.time() if size.text_tokens % 2 else None,
@@ -194,15 +207,8 @@ class LTX2(JointAdapter):
         audio, audio_lens = samples.rows("audio_hidden_states", config.audio_in_channels)
         video, audio = model.proj_in(video), model.audio_proj_in(audio)
         sigmas = self._sigmas(model, samples)
-        cross = [bool(value) for value in samples.values("use_cross_timestep")]
-        times = []
-        for name, lens, other in (("audio_timestep", audio_lens, 0), ("timestep", video_lens, 1)):
-            given = samples.time_each_token(name, lens, "timestep")
-            of_other = [sigma[other].expand(len(time)) for sigma, time in zip(sigmas, given, strict=True)]
-            crossing = (other if flag else time for other, time, flag in zip(of_other, given, cross, strict=True))
-            pairs = (torch.stack(pair, 1) for pair in zip(given, crossing, strict=True))
-            times.append(torch.cat([torch.zeros(0, 2), *pairs]))
-
+        of_both = (("audio_timestep", audio_lens, sigmas[:, 0]), ("timestep", video_lens, sigmas[:, 1]))
+        times = [self._times(samples, *of) for of in of_both]
         width = max(video.shape[1], audio.shape[1])
         audio, video = (F.pad(x, (0, width - x.shape[1])) for x in (audio, video))
         home = self.home(audio, audio_lens, video, video_lens, None, to_device(sigmas, video.device))
@@ -223,25 +229,31 @@ class LTX2(JointAdapter):
             if value is None and (needed or cross):
                 raise ArgumentError(f"samples[{i}]['sigma']: got none, expected one, as the model's config says")
         ones = [1] * len(values)
-        pairs = zip(*(samples.time_each_token(name, ones, "sigma") for name in ("sigma", "audio_sigma")), strict=True)
-        return torch.stack([torch.zeros(2), *(torch.cat(pair) for pair in pairs)])[1:]
+        both = (samples.time_each_token(name, ones, "sigma") for name in ("sigma", "audio_sigma"))
+        return torch.stack([torch.cat([torch.zeros(0), *times]) for times in both], 1)
 
     @staticmethod
-    def _places(model: Any, samples: Samples, audio_lens: list[int], video_lens: list[int]) -> tuple[Tensor, Tensor]:
+    def _times(samples: Samples, name: str, lens: list[int], of_other: Tensor) -> Tensor:
+        """(tokens, 2) on the CPU: of tokens, and that by which they attend to the other stream."""
+        of_each, times = samples.time_each_token(name, lens, "timestep"), [torch.zeros(0, 2)]
+        for own, sigma, crosses in zip(of_each, of_other, samples.values("use_cross_timestep"), strict=True):
+            times.append(torch.stack([own, sigma.expand(len(own)) if crosses else own], 1))
+        return torch.cat(times)
+
+    @staticmethod
+    def _places(model: Any, samples: Samples, audio_lens: list[int], video_lens: list[int]) -> Pair:
         """(tokens, 3) of audio, of video: time, row and column, as the model's rope takes them; audio has times."""
         none = torch.zeros(0, 3, device=samples.like.device)
         audio, video = [none], [none]
-        for i in range(len(samples)):
-            get = samples.sample(i).get
-            coords = get("video_coords")
-            if coords is None:
-                frames, fps = (get("num_frames"), get("height"), get("width")), get("fps")
-                coords = model.rope.prepare_video_coords(1, *frames, none.device, fps=24.0 if fps is None else fps)
-            video.append(coords[0].mean(-1).t() if coords.ndim == 4 else coords[0].t())
-            coords = get("audio_coords")
-            if coords is None:
-                coords = model.audio_rope.prepare_audio_coords(1, get("audio_num_frames"), none.device)
-            audio.append(F.pad((coords[0].mean(-1) if coords.ndim == 4 else coords[0]).t(), (0, 2)))
+        names = ("num_frames", "height", "width", "fps", "video_coords", "audio_num_frames", "audio_coords")
+        for i, (*grid, fps, of_video, num_frames, of_audio) in enumerate(zip(*map(samples.values, names), strict=True)):
+            if of_video is None:
+                fps = 24.0 if fps is None else fps
+                of_video = model.rope.prepare_video_coords(1, *grid, none.device, fps=fps)
+            if of_audio is None:
+                of_audio = model.audio_rope.prepare_audio_coords(1, num_frames, none.device)
+            video.append((of_video[0].mean(-1) if of_video.ndim == 4 else of_video[0]).t())
+            audio.append(F.pad((of_audio[0].mean(-1) if of_audio.ndim == 4 else of_audio[0]).t(), (0, 2)))
             for name, got, expected in (("audio", audio[-1], audio_lens[i]), ("video", video[-1], video_lens[i])):
                 if len(got) != expected:
                     raise ArgumentError(f"samples[{i}]: got places of {len(got)} tokens of {name}, expected {expected}")
@@ -257,52 +269,48 @@ class LTX2(JointAdapter):
             text = getattr(model, f"{prefix}caption_projection")(text)
         return rows_of_context(name, text, lens, self.max_text_tokens, f"{self.max_text_tokens} (max_text_tokens)")
 
-    def _coupled(self, model: Any, moved: Moved) -> CoupledChunks:
-        step, x, (kinds, places, times), of_chunk = moved
-        base = self.chunks(moved._replace(features=[kinds]))
-        lens, text_lens = of_chunk[1], [lengths_list(of) for of in of_chunk[3::2]]
-        both = []
-        for kind, own_places in enumerate(base.streams.split(places)):
-            part = base.part(kind, lens)
-            of_own, of_crossing = (runs_of(of, x.device) for of in times[kinds == kind].unbind(1))
-            rope, crossing = (
-                (model.rope, model.cross_attn_rope) if kind else (model.audio_rope, model.cross_attn_audio_rope)
-            )
-            coords = own_places.t().unsqueeze(0)
-            chunk_lens = counts_of(kinds == kind, step.chunk_lens)
-            both.append(
-                Stream(
-                    replace(part, of_token=of_own[1]),
-                    of_crossing[1],
-                    (of_own[0], of_crossing[0]),
-                    turns=_turns(rope, coords[:, : 3 if kind else 1]),
-                    crossing_turns=_turns(crossing, coords[:, :1]),
-                    to_text=pairing_of(chunk_lens, text_lens[kind]),
-                    of_text=Segments.of_lengths(text_lens[kind], x.device),
-                )
-            )
-        return CoupledChunks(**vars(base), both=(both[0], both[1]), parts=parts_of(lens, 1))
+    def _of_kind(self, model: Any, moved: Moved, base: JointChunks, kind: int) -> tuple[Stream, Beside]:
+        step, x, (kinds, places, times), (sigmas, lens, *contexts) = moved
+        prefix, config, is_kind = _PREFIXES[kind], model.config, kinds == kind
+        context, text_lens = contexts[2 * kind : 2 * kind + 2]
+        own_times, of_token = runs_of(times[is_kind, 0], x.device)
+        crossing_times, of_crossing = runs_of(times[is_kind, 1], x.device)
+        coords = base.streams.split(places)[kind].t().unsqueeze(0)
+        ropes = (model.rope, model.cross_attn_rope) if kind else (model.audio_rope, model.cross_attn_audio_rope)
+        stream = Stream(
+            **vars(base.part(kind, lens)) | {"of_token": of_token},
+            prefix=prefix,
+            of_crossing=of_crossing,
+            turns=Turns(ropes[0], coords[:, : 3 if kind else 1]),
+            crossing_turns=Turns(ropes[1], coords[:, :1]),
+            to_text=pairing_of(counts_of(is_kind, step.chunk_lens), lengths_list(text_lens)),
+            of_text=Segments.of_lengths(text_lens, x.device),
+        )
+
+        def embedded(name: str, times: Tensor) -> Tensor:
+            return getattr(model, name)(times, hidden_dtype=x.dtype)[0]
+
+        crossing, gate = ("video", "a2v") if kind else ("audio", "v2a")
+        factor = config.cross_attn_timestep_scale_multiplier / config.timestep_scale_multiplier
+        width = getattr(model, f"{prefix}proj_in").out_features
+        of_text = x.new_zeros(len(sigmas), 2 * width)
+        if model.prompt_modulation and config.use_prompt_adaln_single:
+            of_text = embedded(f"{prefix}prompt_adaln", sigmas[:, 1 - kind])
+        return stream, Beside(
+            text=context_of_rows(context, text_lens, width),
+            of_text=of_text,
+            own=embedded(f"{prefix}time_embed", own_times),
+            crossing=embedded(f"av_cross_attn_{crossing}_scale_shift", crossing_times),
+            crossing_gate=embedded(f"av_cross_attn_{crossing}_{gate}_gate", crossing_times * factor),
+        )
 
     def compute(self, model: Any, moved: Moved, run: RunBlock) -> Tensor:
-        chunks, x, of_chunk, config = self._coupled(model, moved), moved.x, moved.of_chunk, model.config
-        sigmas = of_chunk[0]
-        factor = config.cross_attn_timestep_scale_multiplier / config.timestep_scale_multiplier
-        widths = (model.audio_proj_in.out_features, model.proj_in.out_features)
-        has_prompt = model.prompt_modulation and config.use_prompt_adaln_single
-        conds, texts = [], []
-        for kind, (prefix, of, of_crossing, gate) in enumerate(
-            zip(_PREFIXES, chunks.both, ("av_cross_attn_audio", "av_cross_attn_video"), ("v2a", "a2v"), strict=True)
-        ):
-            times = {f"{prefix}time_embed": of.times[0], f"{of_crossing}_scale_shift": of.times[1]}
-            times[f"{of_crossing}_{gate}_gate"] = of.times[1] * factor
-            if has_prompt:
-                times[f"{prefix}prompt_adaln"] = sigmas[:, 1 - kind]
-            cond = [getattr(model, name)(time, hidden_dtype=x.dtype)[0] for name, time in times.items()]
-            conds.append((*cond, *([] if has_prompt else [None])))
-            texts.append(context_of_rows(of_chunk[2 + 2 * kind], of_chunk[3 + 2 * kind], widths[kind]))
-        audio, video = (of[:, :width] for of, width in zip(chunks.streams.split(x), widths, strict=True))
+        x, base = moved.x, self.chunks(moved._replace(features=moved.features[:1]))
+        both, beside = zip(*(self._of_kind(model, moved, base, kind) for kind in (0, 1)), strict=True)
+        chunks = CoupledChunks(**vars(base), both=both)
+        audio, video = (of[:, : given.text.shape[1]] for of, given in zip(base.streams.split(x), beside, strict=True))
         for each in model.transformer_blocks:
-            audio, video = run(each, audio, video, texts, conds, chunks)
+            audio, video = run(each, audio, video, beside, chunks)
         return chunks.streams.join(*(F.pad(of, (0, x.shape[1] - of.shape[1])) for of in (audio, video)))
 
     def head(self, model: Any, x: Tensor, home: Home) -> list[Part]:

@@ -151,9 +151,6 @@ class Samples:
                 raise ArgumentError(f"samples[{i}][{name!r}]: got {time.numel()} numbers, expected 1 or {length}")
         return [time.expand(length) for time, length in zip(given, lens, strict=True)]
 
-    def sample(self, i: int) -> Sample:
-        return self._samples[i]
-
     def values(self, name: str) -> list[Any]:
         """The arguments of this name as they came; None where a sample has none."""
         return [sample.get(name) for sample in self._samples]

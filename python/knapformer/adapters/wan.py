@@ -17,7 +17,7 @@ from torch import Tensor
 
 from knapformer import ArgumentError, StateError
 from knapformer.adapters.adapter import Adapter, Chunks, Home, Moved, Part, RunBlock, cast_for, rotations_of_grids
-from knapformer.adapters.drawn import random_grid, random_image
+from knapformer.adapters.drawn import random_grid, random_image, random_times
 from knapformer.adapters.samples import Samples, check_shape, context_of_rows, one_after_another, rows_of_context
 from knapformer.attention.kernels import Pairing, pairing_of
 from knapformer.attention.packing import gated_add, modulate, rotation_of, runs_of
@@ -102,7 +102,7 @@ class Wan(Adapter):
         },
     }  # fmt: skip
     conditions = {
-        "timestep": lambda config, size, draw: _random_times(size, draw),
+        "timestep": lambda config, size, draw: random_times(size, draw),
         # With layers for the image, diffusers takes the last 512 tokens for the text.
         "encoder_hidden_states": lambda config, size, draw: draw.normal(
             1, 512 if config.added_kv_proj_dim else size.text_tokens, config.text_dim
@@ -170,8 +170,6 @@ class Wan(Adapter):
 class ChronoEdit(Wan):
     """diffusers' ChronoEditTransformer3DModel, whose frames have other positions."""
 
-    named_configs = {}
-
 
 class SkyReelsV2(Wan):
     """diffusers' SkyReelsV2Transformer3DModel where attention is full: Wan's blocks, and one time step a sample."""
@@ -180,7 +178,6 @@ class SkyReelsV2(Wan):
     processors = ("SkyReelsV2AttnProcessor",)
     refused = ("inject_sample_info",)
     conditions = Wan.conditions | {"timestep": lambda config, size, draw: 1000 * draw.time()}
-    named_configs = {}
 
     def check(self, model: Any) -> None:
         super().check(model)
@@ -199,7 +196,6 @@ class WanVACE(Wan):
         "timestep": lambda config, size, draw: 1000 * draw.time(),
         "control_hidden_states": lambda config, size, draw: random_grid(config, size, draw, config.vace_in_channels),
     }
-    named_configs = {}
 
     def embed(self, model: Any, samples: Samples) -> Home:
         home, config = super().embed(model, samples), model.config
@@ -232,16 +228,6 @@ def _patched(embedding: Any, videos: list[Tensor]) -> Tensor:
 
 
 _CLIP_TOKENS = 257  # of a picture
-
-
-def _random_times(size: Any, draw: Any) -> Tensor:
-    """One for all tokens; of videos with several frames one for each, that of the first frame, which is known, 0."""
-    time: Tensor = 1000 * draw.time()
-    frames = size.grid[0]
-    if frames > 1:
-        time = time.repeat(1, size.visual_tokens)
-        time[:, : size.visual_tokens // frames] = 0
-    return time
 
 
 def _time_embedding(embedder: Any, times: Tensor, dtype: torch.dtype) -> Tensor:
