@@ -67,9 +67,10 @@ class JointChunks(Chunks):
         flags, device = self.kinds == kind, self.streams.text_rows.device
         streams = TwoStreams.of_flags(~flags, device)
         rotation = None if self.rotation is None else Rotation(streams.split(self.rotation.turns)[1])
-        of_token = Segments.of_lengths(counts_of(flags, self.step.chunk_lens), device)
-        parts = parts_of(lens, kind)
-        return PartChunks(step=self.step, of_token=of_token, rotation=rotation, streams=streams, parts=parts)
+        own_lens = counts_of(flags, self.step.chunk_lens)
+        own = PackedStep(own_lens, 0) if self.step.is_alone else None
+        of_token, parts = Segments.of_lengths(own_lens, device), parts_of(lens, kind)
+        return PartChunks(step=self.step, of_token=of_token, rotation=rotation, streams=streams, parts=parts, own=own)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -78,6 +79,7 @@ class PartChunks(Chunks):
 
     streams: TwoStreams  # where other tokens and these lie
     parts: OfSequences
+    own: PackedStep | None  # of these tokens, where none of their sequences is shared
 
     def through(self, blocks: nn.ModuleList, run: RunBlock, x: Tensor, *arguments: Any) -> Tensor:
         others, own = self.streams.split(x)
@@ -85,7 +87,9 @@ class PartChunks(Chunks):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attention(self, attn: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Of q, k, v of these tokens alone. They travel in their places in the sequence, beside zeros."""
+        """Of q, k, v of these tokens alone. Those that travel do so in their places in the sequence, beside zeros."""
+        if self.own is not None:
+            return self.own.attention(q, k, v, attend_by(attn)).flatten(1)
         others = len(self.streams.text_rows)
         both = ((t.new_zeros((others, *t.shape[1:])), t) for t in (q, k, v))
         return parts_attention(attn, self.step, self.streams, self.parts, *both, reads=(None, 1))[1].flatten(1)

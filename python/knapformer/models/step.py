@@ -50,6 +50,7 @@ class PackedStep:
         self._step: Step | None = None  # held: what is computed again goes by it, whatever was planned meanwhile
         self._attend = PackedAttention(mask)
         self._seq_lens = list(seq_lens)
+        self.is_alone = balancer is None  # whole sequences stay on this rank
         self.chunk_lens = self._seq_lens
         self._own: Tensor | None = None  # (tokens,) which this rank computes; None: all that it computes travel
         if balancer is None:
