@@ -320,6 +320,8 @@ void improve(PlacementTrees& trees, std::vector<int32_t>& node_of_item, const Se
     Search(trees, node_of_item, of_round, shares_least).run();
     of_round.key += uint64_t{1} << 32;
     of_round.first_temperature = SearchOptions().first_temperature;
+    // As many again: planning steps takes 1.2 times as long, for 0.003 %. But half of them keep fewer limits of tokens.
+    if (!trees.enforces_limit()) of_round.num_moves /= 2;
   }
 }
 
