@@ -15,7 +15,6 @@ from functools import cached_property
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Sampler
@@ -25,9 +24,10 @@ from knapformer._core import MAX_MAGNITUDE, MAX_SEQUENCE_TOKENS, ArgumentError, 
 from knapformer.cost import Cost, CostSettings
 from knapformer.epoch_order import EpochOrder
 from knapformer.equal_on_ranks import check_equal_on_ranks
-from knapformer.planning import attention_pairs, plan
+from knapformer.planning import attention_pairs
 from knapformer.sample_values import checked_integers, checked_masks, checked_numbers, described, extremes, integer
 from knapformer.shared_samples import gives_shared_samples
+from knapformer.step_planner import StepPlanner
 from knapformer.trainers import check_iterated, keep_lists
 
 if TYPE_CHECKING:
@@ -154,39 +154,39 @@ class BalancedBatchSampler(Sampler[list[int]]):
             raise ArgumentError("repeats: got some, expected none with weights")
         if weights is not None and not shuffle:
             raise ArgumentError("shuffle: got False, expected True with weights")
-        self._lengths = checked_integers("lengths", lengths, low=1, high=MAX_SEQUENCE_TOKENS)
-        size = len(self._lengths)
-        self._work = None if work is None else checked_numbers("work", work, size, 1 / MAX_MAGNITUDE)
-        self._masks = None if masks is None else checked_masks(masks, self._lengths)
-        if self._masks is None and size > 0:
-            for extreme in extremes(self._lengths):  # a written mask is of one length
+        lengths = checked_integers("lengths", lengths, low=1, high=MAX_SEQUENCE_TOKENS)
+        size = len(lengths)
+        work = None if work is None else checked_numbers("work", work, size, 1 / MAX_MAGNITUDE)
+        masks = None if masks is None else checked_masks(masks, lengths)
+        if masks is None and size > 0:
+            for extreme in extremes(lengths):  # a written mask is of one length
                 attention_pairs(cost.mask, extreme)
         of_weights = None if weights is None else checked_numbers("weights", weights, size, 0)
         of_repeats = None if repeats is None else checked_integers("repeats", repeats, size, 0, _MAX_REPEATS)
         epoch_size = size if of_repeats is None else int(of_repeats.sum())
         self._order = EpochOrder(epoch_size, shuffle, seed, of_repeats, of_weights)
-        self._micro_batches, self._num_ranks, self._rank = micro_batches, num_replicas, rank
-        self._step_size = num_replicas * micro_batches * batch_size
-        self._drop_last, self._allow_empty = drop_last, allow_empty
-        self._topology = f"g1n{num_replicas}" if topology is None else topology
-        self._max_tokens_per_rank = max_tokens_per_rank
-        self._cost = dataclasses.replace(
-            cost,
-            model=(cost.model or TrainedModel()).replace(routed=False),
-            effort="low" if cost.effort is None else cost.effort,
-        )
-        of_samples = {"lengths": self._lengths, "work": self._work, "masks": self._masks}
+        self._rank = rank
+        self._planner = StepPlanner(
+            lengths=lengths, work=work, masks=masks, topology=f"g1n{num_replicas}" if topology is None else topology,
+            cost=dataclasses.replace(cost, model=(cost.model or TrainedModel()).replace(routed=False),
+                                     effort="low" if cost.effort is None else cost.effort),
+            num_ranks=num_replicas, micro_batches=micro_batches, num_samples=self._order.num_samples,
+            step_size=num_replicas * micro_batches * batch_size, drop_last=drop_last, allow_empty=allow_empty,
+            max_tokens_per_rank=max_tokens_per_rank,
+        )  # fmt: skip
+        of_samples = {"lengths": lengths, "work": work, "masks": masks}
         drawn = {"weights": of_weights, "repeats": of_repeats}
-        planned = json.loads(self._check_settings().plans[0].to_json())  # in one form, whatever form they were given in
+        of_none = self._planner.checked(of_weights, of_repeats)
+        planned = json.loads(of_none.plans[0].to_json())  # in one form, whatever form they were given in
         planned["num_heads"] = planned["model"].pop("num_heads")
-        as_planned = {name: planned.get(name, value) for name, value in (given | vars(self._cost)).items()}
+        as_planned = {name: planned.get(name, value) for name, value in (given | vars(self._planner.cost)).items()}
         self._arguments = as_planned | of_samples | drawn | {"num_replicas": num_replicas}
         self._next_pass = _Pass(epoch=0, first=0)
         self._pass = self._next_pass  # of which the methods speak
-        self._check_last_step(0)
+        self._planner.check_last_step(0)
         self._lowest_epoch: int | None = None  # that of the state loaded last
         keep_lists(BalancedBatchSampler)
-        bags = Topology(self._topology, num_replicas)
+        bags = Topology(self._planner.topology, num_replicas)
         gives_shared_samples(self, bags, "placed=True for its samples")
         self._is_asked = all(len(bag) == 1 for bag in bags.bags)  # what a rank computes of its samples
 
@@ -206,14 +206,14 @@ class BalancedBatchSampler(Sampler[list[int]]):
                 "load_state_dict: its position was taken by a pass that was left before its end (next(iter(loader)), "
                 "say), expected load_state_dict again, or set_epoch with another epoch"
             )
-        self._check_last_step(own.first)
+        self._planner.check_last_step(own.first)
         if last.is_done:
             self._warn_of_parts()
         self._next_pass = _Pass(own.epoch, 0)
         own.is_running = True
         try:
-            for step in range(self._num_steps(own)):
-                for micro_batch in range(self._micro_batches):
+            for step in range(self._planner.num_steps(own.first)):
+                for micro_batch in range(self._planner.micro_batches):
                     indices = [index for index, _, _ in self._chunks(own, step, micro_batch)]
                     self._pass = own  # another iterator may have begun since: "this pass" is that of the last list
                     own.num_lists += 1
@@ -226,7 +226,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         """The number of lists in a pass: the micro-batches of its steps."""
-        return self._num_steps(self._pass) * self._micro_batches
+        return self._planner.num_steps(self._pass.first) * self._planner.micro_batches
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the order of the next pass, which starts at the epoch's first sample, unless a state of this epoch was
@@ -256,10 +256,10 @@ class BalancedBatchSampler(Sampler[list[int]]):
             the sample's length. None: all. All but a tensor or an array of int64 is converted in each call.
         """
         samples = self._samples(self._pass, self._asked(step))
-        lengths = self._lengths[samples]
+        lengths = self._planner.lengths[samples]
         if counted is None:
             return int(lengths.sum())
-        values = checked_integers("counted", counted, len(self._lengths))[samples]
+        values = checked_integers("counted", counted, len(self._planner.lengths))[samples]
         for k in ((values < 0) | (values > lengths)).nonzero()[:1].flatten().tolist():
             raise ArgumentError(
                 f"counted: got {values[k]} for sample {samples[k]}, expected 0 to {lengths[k]}, its length"
@@ -273,7 +273,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     def plan(self, step: int, micro_batch: int) -> Plan:
         """The plan of a micro-batch of this pass, the same on all ranks: for SequenceBalancer.follow."""
-        return self.step_plan(step).plans[integer("micro_batch", micro_batch, 0, self._micro_batches - 1)]
+        return self.step_plan(step).plans[integer("micro_batch", micro_batch, 0, self._planner.micro_batches - 1)]
 
     def chunks(self, step: int, micro_batch: int) -> list[tuple[int, int, int]]:
         """What this rank computes in a micro-batch of this pass: (index, begin, end) of each entry of its list, in
@@ -298,9 +298,11 @@ class BalancedBatchSampler(Sampler[list[int]]):
             that it is to leave out.
         """
         own = self._pass
-        num_whole = own.num_lists // self._micro_batches
+        num_whole = own.num_lists // self._planner.micro_batches
         if num_steps is not None:
-            num_whole = integer("num_steps", num_steps, 0, num_whole if own.num_lists > 0 else self._num_steps(own))
+            num_whole = integer(
+                "num_steps", num_steps, 0, num_whole if own.num_lists > 0 else self._planner.num_steps(own.first)
+            )
         else:
             if num_whole > own.num_seen:
                 warnings.warn(
@@ -309,7 +311,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
                     stacklevel=2,
                 )
             own.num_seen = num_whole + 1  # torchdata's StatefulDataLoader asks after each list, and keeps the answers
-        after = min(own.first + num_whole * self._step_size, self._order.num_samples)
+        after = min(own.first + num_whole * self._planner.step_size, self._order.num_samples)
         return {"epoch": own.epoch, "next_sample": after, **self._order.state}
 
     @property
@@ -340,7 +342,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
                 raise ArgumentError(f"state: got {name} {state.get(name)}, expected {own}")
         epoch = integer("state", state.get("epoch"), 0, _MAX_SEED, of="epoch ")
         next_sample = integer("state", state.get("next_sample"), 0, self._order.num_samples, of="sample ")
-        self._check_last_step(next_sample)
+        self._planner.check_last_step(next_sample)
         self._lowest_epoch = epoch
         self._begin_next_at(epoch, next_sample)
 
@@ -351,8 +353,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     def _asked(self, step: int) -> int:
         """The step of this pass that the caller asks about: it has come so far, unless the step is not yet yielded."""
-        step = integer("step", step, 0, self._num_steps(self._pass) - 1)
-        if step * self._micro_batches < self._pass.num_lists:
+        step = integer("step", step, 0, self._planner.num_steps(self._pass.first) - 1)
+        if step * self._planner.micro_batches < self._pass.num_lists:
             self._pass.num_seen = max(self._pass.num_seen, step + 1)
         return step
 
@@ -361,62 +363,16 @@ class BalancedBatchSampler(Sampler[list[int]]):
         if not self._is_asked:
             self._is_asked = True
             warnings.warn(
-                f"topology: got {self._topology}, whose ranks share samples, and no call of chunks() or plan(): a "
-                "model that computes its samples whole counts shared ones several times; expected sampler.chunks(step, "
-                "micro_batch) in the loop, or a topology of bags of one rank",
+                f"topology: got {self._planner.topology}, whose ranks share samples, and no call of chunks() or "
+                "plan(): a model that computes its samples whole counts shared ones several times; expected "
+                "sampler.chunks(step, micro_batch) in the loop, or a topology of bags of one rank",
                 stacklevel=3,
             )
 
-    def _num_steps(self, of: _Pass) -> int:
-        left = self._order.num_samples - of.first
-        return left // self._step_size if self._drop_last else -(-left // self._step_size)
-
-    def _check_last_step(self, first: int) -> None:
-        size, num_lists = self._order.num_samples, self._num_ranks * self._micro_batches
-        left = (size - first) % self._step_size
-        if 0 < left < num_lists and not (self._drop_last or self._allow_empty):
-            raise ArgumentError(
-                f"lengths: got {size} samples, of which {left} are left for the last step; expected at "
-                f"least {num_lists}, one for each rank and micro-batch, or drop_last=True, or allow_empty=True"
-            )
-
-    def _plan(self, lengths: list[list[Any]], work: list[list[Any]], masks: str | list[list[str]] = "full") -> Plan:
-        return plan(
-            lengths, self._topology, self._cost, micro_batches=self._micro_batches,
-            max_tokens_per_rank=self._max_tokens_per_rank, masks=None if self._masks is None else masks,
-            work=None if self._work is None else work,
-        )  # fmt: skip
-
-    def _check_settings(self) -> Plan:
-        """Refuses what is wrong for any samples, and a longest sample that no step can hold. The plan of no samples."""
-        num_ranks, limit = self._num_ranks, self._max_tokens_per_rank
-        none: list[list[Any]] = [[]] * num_ranks
-        planned = self._plan(none, none)
-        lengths, drawn = self._lengths, self._order.repeats if self._order.weights is None else self._order.weights
-        if limit > 0 and drawn is not None:
-            lengths = lengths[drawn > 0]
-        if limit == 0 or len(lengths) == 0:
-            return planned
-        longest = extremes(lengths)[1]
-        try:
-            self._plan([[longest], *none[1:]], [[1.0], *none[1:]])
-        except ArgumentError as error:
-            sharing = -(-longest // limit)
-            remedy = f"; {sharing} ranks could share it: give a topology with bags of so many"
-            raise ArgumentError(
-                f"{error}, which has {longest} tokens{remedy if sharing <= num_ranks else ''}"
-            ) from None
-        return planned
-
     def _samples(self, of: _Pass, step: int) -> Tensor:
-        """A step's samples: first those that a DistributedSampler gives to rank 0, then those of rank 1, and so on."""
         if of.order is None:
             of.order = self._order.of(of.epoch)
-        first = of.first + step * self._step_size
-        samples = of.order[first : min(first + self._step_size, self._order.num_samples)]
-        dealt = torch.nn.functional.pad(samples, (0, -len(samples) % self._num_ranks), value=-1)
-        dealt = dealt.view(-1, self._num_ranks).T.flatten()
-        return dealt[dealt >= 0]
+        return self._planner.samples_of(of.order, of.first, step)
 
     def _planned_step(self, of: _Pass, step: int) -> tuple[Tensor, Plan]:
         """The step's samples, in the order of the plan's ids, and its plan."""
@@ -425,33 +381,10 @@ class BalancedBatchSampler(Sampler[list[int]]):
             done.move_to_end(step)
             return done[step]
         samples = self._samples(of, step)
-        work = [] if self._work is None else self._by_rank(self._work[samples])
-        masks: str | list[list[str]] = "full"
-        if self._masks is not None:
-            masks = [[self._masks[sample] for sample in of_rank] for of_rank in self._by_rank(samples)]
-        planned = self._plan(self._by_rank(self._lengths[samples]), work, masks)
-        if not self._allow_empty:
-            planned = planned.fill_ranks()
-            self._check_none_is_empty(step, planned)
-        done[step] = samples, planned
+        done[step] = samples, self._planner.plan_of(samples, step)
         if len(done) > _STEPS_KEPT:
             done.popitem(last=False)
         return done[step]
-
-    def _check_none_is_empty(self, step: int, planned: Plan) -> None:
-        """The same on all ranks, so that none of them waits for one that has nothing to collate."""
-        for micro_batch, of_micro_batch in enumerate(planned.plans):
-            held = of_micro_batch.sequences_on
-            if [] in held:
-                raise ArgumentError(
-                    f"topology: got {self._topology}, by which rank {held.index([])} has no sample in "
-                    f"micro-batch {micro_batch} of step {step}; expected allow_empty=True, or bags of one size without "
-                    "a limit"
-                )
-
-    def _by_rank(self, values: Tensor) -> list[list[Any]]:
-        """Values of a step's samples, as a list for each rank: as even as possible, the longer lists first."""
-        return [of_rank.tolist() for of_rank in values.tensor_split(self._num_ranks)]
 
 
 def _place(num_replicas: int | None, rank: int | None) -> tuple[int, int]:

@@ -73,15 +73,15 @@ def keep_lists(sampler_class: Any) -> None:
             sampler = sampler.batch_sampler
         if isinstance(sampler, sampler_class):
             num_processes, steps = options["num_processes"], accumulated_by_accelerate()
-            if options["torch_device_mesh"] is None and sampler._num_ranks != num_processes:
+            num_ranks, micro_batches = sampler._planner.num_ranks, sampler._planner.micro_batches
+            if options["torch_device_mesh"] is None and num_ranks != num_processes:
                 raise ArgumentError(
-                    f"num_replicas: got {sampler._num_ranks}, in a loader for accelerate's {num_processes} processes; "
-                    "expected as many"
+                    f"num_replicas: got {num_ranks}, in a loader for accelerate's {num_processes} processes; expected "
+                    "as many"
                 )
-            if steps not in (1, sampler._micro_batches):
+            if steps not in (1, micro_batches):
                 raise ArgumentError(
-                    f"micro_batches: got {sampler._micro_batches}, while accelerate accumulates {steps}; expected as "
-                    "many"
+                    f"micro_batches: got {micro_batches}, while accelerate accumulates {steps}; expected as many"
                 )
             options |= {"num_processes": 1, "process_index": 0, "torch_device_mesh": None}
             options |= {"split_batches": False, "dispatch_batches": False}
