@@ -22,12 +22,11 @@ from torch.utils.data import Sampler
 from knapformer import __version__
 from knapformer._core import MAX_MAGNITUDE, MAX_SEQUENCE_TOKENS, ArgumentError, Plan, StateError, Topology, TrainedModel
 from knapformer.cost import Cost, CostSettings
-from knapformer.epoch_order import EpochOrder
 from knapformer.equal_on_ranks import check_equal_on_ranks
 from knapformer.planning import attention_pairs
 from knapformer.sample_values import checked_integers, checked_masks, checked_numbers, described, extremes, integer
 from knapformer.shared_samples import gives_shared_samples
-from knapformer.step_planner import StepPlanner
+from knapformer.step_planner import EpochOrder, StepPlanner
 from knapformer.trainers import check_iterated, keep_lists
 
 if TYPE_CHECKING:

@@ -1,10 +1,9 @@
 #include "knapformer/core/plan/plan_input.h"
 
 #include <algorithm>
-#include <bit>
+#include <utility>
 
 #include "knapformer/core/util/error.h"
-#include "knapformer/core/util/sort.h"
 
 namespace knapformer {
 namespace {
@@ -151,20 +150,11 @@ std::pair<SequenceId, SequenceId> PlanInput::sequences_of(int32_t replica) const
 
 std::vector<SequenceId> PlanInput::by_descending_work(int32_t replica) const {
   const auto [first, last] = sequences_of(replica);
-  // With full attention a longer sequence has more work, so the key is the length, which has fewer digits to sort by.
-  // The bits of a double >= 0 sort as its value does. Keys are inverted, so that the most work comes first.
-  const bool is_full = attention_pairs.empty() && given_work.empty();
-  std::vector<KeyedIndex> order;
-  order.reserve(last.index() - first.index());
-  for (int32_t s = first.value; s < last.value; ++s) {
-    const SequenceId id(s);
-    order.push_back(
-        {.key = ~(is_full ? static_cast<uint64_t>(seq_lens[id]) : std::bit_cast<uint64_t>(work(id))), .index = s});
-  }
-  sort_by_key(order);
+  std::vector<std::pair<double, int32_t>> order;  // least first
+  for (int32_t s = first.value; s < last.value; ++s) order.emplace_back(-work(SequenceId(s)), s);
+  std::ranges::sort(order);
   std::vector<SequenceId> ids;
-  ids.reserve(order.size());
-  for (const KeyedIndex& ranked : order) ids.push_back(SequenceId(ranked.index));
+  for (const auto& [negated_work, s] : order) ids.push_back(SequenceId(s));
   return ids;
 }
 
