@@ -57,7 +57,7 @@ def two_hosts(rate_mbit: float) -> Iterator[tuple[Host, Host]]:
             for interface in ("lo", host.interface):
                 _in(host, "ip", "link", "set", interface, "up")
             _in(host, "tc", "qdisc", "add", "dev", host.interface, "root", "tbf", "rate", f"{rate_mbit}mbit",
-                "burst", "256kb", "latency", "50ms")  # fmt: skip
+                "burst", "64kb", "latency", "50ms")  # fmt: skip
         yield first, second
     finally:
         for host in hosts:  # the link goes with them
