@@ -1,6 +1,9 @@
 #include "knapformer/core/plan/plan_input.h"
 
 #include <algorithm>
+#include <array>
+#include <bit>
+#include <numeric>
 #include <utility>
 
 #include "knapformer/core/util/error.h"
@@ -11,6 +14,23 @@ namespace {
 // The attention part of a given work is counted in (query, key) pairs of gamma * 4 d FLOPs each. With a smaller gamma
 // the number of pairs would leave the range of a double.
 constexpr double kMinGammaOfGivenWork = 1e-6;
+
+using KeyedId = std::pair<uint64_t, SequenceId>;
+
+/// A stable radix sort. With std::sort, 16,000 sequences are planned in 4.8 ms at low effort, not in 2.7.
+void sort_by_key(std::vector<KeyedId>& items) {
+  uint64_t varying = 0;  // bits
+  for (const auto& [key, id] : items) varying |= key ^ items[0].first;
+  std::vector<KeyedId> sorted(items.size());
+  for (int shift = 0; shift < 64; shift += 8) {
+    if ((varying >> shift & 255) == 0) continue;
+    std::array<uint32_t, 257> begins{};  // of the items with each digit
+    for (const auto& [key, id] : items) ++begins[(key >> shift & 255) + 1];
+    std::partial_sum(begins.begin(), begins.end(), begins.begin());
+    for (const KeyedId& item : items) sorted[begins[item.first >> shift & 255]++] = item;
+    items.swap(sorted);
+  }
+}
 
 }  // namespace
 
@@ -150,11 +170,15 @@ std::pair<SequenceId, SequenceId> PlanInput::sequences_of(int32_t replica) const
 
 std::vector<SequenceId> PlanInput::by_descending_work(int32_t replica) const {
   const auto [first, last] = sequences_of(replica);
-  std::vector<std::pair<double, int32_t>> order;  // least first
-  for (int32_t s = first.value; s < last.value; ++s) order.emplace_back(-work(SequenceId(s)), s);
-  std::ranges::sort(order);
+  // With full attention a longer sequence has more work, and lengths have fewer digits to sort by. The bits of a double
+  // >= 0 sort as its value does. Keys are inverted, so that the most work comes first.
+  const bool is_full = attention_pairs.empty() && given_work.empty();
+  std::vector<KeyedId> order;
+  for (SequenceId id = first; id.value < last.value; ++id.value)
+    order.emplace_back(~(is_full ? static_cast<uint64_t>(seq_lens[id]) : std::bit_cast<uint64_t>(work(id))), id);
+  sort_by_key(order);
   std::vector<SequenceId> ids;
-  for (const auto& [negated_work, s] : order) ids.push_back(SequenceId(s));
+  for (const KeyedId& keyed : order) ids.push_back(keyed.second);
   return ids;
 }
 
