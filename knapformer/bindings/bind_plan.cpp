@@ -248,6 +248,8 @@ void bind_plan(py::module_& m) {
   property("max_tokens", "Tokens of the fullest rank of any micro-batch.", &Plan::max_tokens);
   property("max_tokens_per_rank", "The limit of them, as given or by default; 0: none.",
            [](const Plan& p) { return p.input().sequences.max_tokens_per_rank; });
+  property("settings", "(name, text) of what it was made with, beside topology and sequences: ranks compare these.",
+           [](const Plan& p) { return setting_texts(p.input().sequences); });
   property("tokens_moved", "Tokens held by another rank than their home.", &Plan::tokens_moved);
   property("attention_tokens_moved",
            "(g-1)/g of each token that g ranks share: what attention's all-to-alls move where heads alone are cut.",

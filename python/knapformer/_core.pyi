@@ -113,6 +113,7 @@ class Plan:
     max_over_mean_after: Final[float]
     max_tokens: Final[int]
     max_tokens_per_rank: Final[int]
+    settings: Final[list[tuple[str, str]]]
     tokens_moved: Final[int]
     attention_tokens_moved: Final[float]
     predicted_time: Final[float]

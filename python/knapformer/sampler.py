@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import os
 import sys
 import warnings
@@ -175,11 +174,12 @@ class BalancedBatchSampler(Sampler[list[int]]):
         )  # fmt: skip
         of_samples = {"lengths": lengths, "work": work, "masks": masks}
         drawn = {"weights": of_weights, "repeats": of_repeats}
-        of_none = self._planner.checked(of_weights, of_repeats)
-        planned = json.loads(of_none.plans[0].to_json())  # in one form, whatever form they were given in
-        planned["num_heads"] = planned["model"].pop("num_heads")
-        as_planned = {name: planned.get(name, value) for name, value in (given | vars(self._planner.cost)).items()}
-        self._arguments = as_planned | of_samples | drawn | {"num_replicas": num_replicas}
+        planned = self._planner.checked(of_weights, of_repeats)
+        self._arguments = given | vars(self._planner.cost) | of_samples | drawn | {"num_replicas": num_replicas}
+        for name in ("cluster", "model", "num_heads"):  # fields of these are among the plan's settings
+            del self._arguments[name]
+        # In one form, whatever form they were given in.
+        self._arguments |= {"topology": str(planned.topology), **dict(planned.settings)}
         self._next_pass = _Pass(epoch=0, first=0)
         self._pass = self._next_pass  # of which the methods speak
         self._planner.check_last_step(0)
@@ -299,9 +299,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
         own = self._pass
         num_whole = own.num_lists // self._planner.micro_batches
         if num_steps is not None:
-            num_whole = integer(
-                "num_steps", num_steps, 0, num_whole if own.num_lists > 0 else self._planner.num_steps(own.first)
-            )
+            most = num_whole if own.num_lists > 0 else self._planner.num_steps(own.first)
+            num_whole = integer("num_steps", num_steps, 0, most)
         else:
             if num_whole > own.num_seen:
                 warnings.warn(

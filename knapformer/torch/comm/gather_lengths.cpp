@@ -15,10 +15,11 @@
 namespace knapformer {
 namespace {
 
-constexpr int64_t kLengthsMagic = 0x4b4e41504c454e38;  // "KNAPLEN8": changes with the layout
+constexpr int64_t kLengthsMagic = 0x4b4e41504c454e39;  // "KNAPLEN9": changes with the layout
 
 enum HeaderField : size_t {
   kMagic,
+  kBalancer,
   kWidth,
   kStatus,
   kFirstObserved,
@@ -60,7 +61,8 @@ LengthGatherer::Pending LengthGatherer::start(GatheredLengths own, int64_t d_mod
   const at::Tensor host = at::empty({size}, options.pinned_memory(!device_.is_cpu()));
   int64_t* out = host.mutable_data_ptr<int64_t>();
   std::fill(out, out + size, 0);
-  out[kMagic] = kLengthsMagic + balancer_;
+  out[kMagic] = kLengthsMagic;
+  out[kBalancer] = balancer_;
   out[kWidth] = d_model;
   out[kStatus] = static_cast<int64_t>(statuses.empty() ? DataStatus::kActive : statuses[0]);
   const ObservedStep step = observed.empty() ? ObservedStep() : observed[0];
@@ -101,10 +103,10 @@ std::optional<GatheredLengths> LengthGatherer::wait(const Pending& pending, cons
   std::optional<size_t> with_work, without_work;  // ranks that have sequences
   for (size_t rank = 0; rank < num_ranks; ++rank) {
     const int64_t* sent = gathered.data() + rank * stride;
-    if (sent[kMagic] != kLengthsMagic + balancer_) {
-      throw StateError(text("plan_routing: got of rank ", rank, " what another balancer or version sends (format ",
-                            sent[kMagic], "), expected format ", kLengthsMagic + balancer_,
-                            ": all ranks call the balancers of a group in the same order"));
+    if (sent[kMagic] != kLengthsMagic || sent[kBalancer] != balancer_) {
+      throw StateError(text("plan_routing: got of rank ", rank, " lengths of balancer ", sent[kBalancer], " (format ",
+                            sent[kMagic], "), expected balancer ", balancer_, " (format ", kLengthsMagic,
+                            "): all ranks call the balancers of a group in the same order"));
     }
     if (sent[kWidth] != gathered[kWidth]) {
       throw ArgumentError(

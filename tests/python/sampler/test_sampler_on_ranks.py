@@ -89,8 +89,9 @@ def test_what_plans_alike_has_one_digest_in_any_form(alike):
 
 
 def test_ranks_whose_samplers_differ_are_an_error_on_all_of_them():
+    names = {"cluster": "cluster.flops_per_s", "model": "model.num_parameters", "num_heads": "model.num_heads"}
     cases = {
-        f"{name}: rank 0 has .+, rank 2 has .+": {
+        f"{names.get(name, name)}: rank 0 has .+, rank 2 has .+": {
             rank: beside | ({name: other} if rank == 2 else {}) for rank in range(3)
         }
         for name, (other, beside) in OTHER.items()
