@@ -191,7 +191,10 @@ def test_a_signal_ends_the_run_and_its_ranks(number: int, status: int, words: st
     arguments = [*SIMULATE, "--steps", "3000", "--gamma", "1", "--json", str(tmp_path / "out.json")]
     command = [sys.executable, "-m", "knapformer", *arguments]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    run = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # a shell ignores SIGINT in what it runs behind `&`
+    )  # fmt: skip
     assert run.stderr is not None
     lines = [run.stderr.readline()]
     while "measuring" not in lines[-1]:
