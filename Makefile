@@ -42,13 +42,14 @@ help:
 # Looks for the system packages that a target needs, and installs missing ones where it may.
 NEED := @PYTHON=$(PYTHON) sh tests/system_packages.sh
 
-$(BIN)/python:
+$(VENV)/.pip:
 	$(NEED) compiler python
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
+	touch $@
 
 # The packages that building and running need; `make demo` downloads no others.
-$(VENV)/.tools: pyproject.toml | $(BIN)/python
+$(VENV)/.tools: pyproject.toml | $(VENV)/.pip
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet --group build --group run
 	touch $@
@@ -92,7 +93,7 @@ DEMO ?= --ranks 2 --data g1b5i512f1s0,g1b5i1024f1s0 --scale 2 --topology g1n2 --
 demo: $(VENV)/.installed
 	$(BIN)/knapformer simulate $(DEMO)
 
-core: | $(BIN)/python
+core: | $(VENV)/.pip
 	$(NEED) gtest
 	$(BIN)/python -m pip install --quiet --group build
 	$(CONFIGURE) -B build/core -DKNAPFORMER_TORCH=OFF -DKNAPFORMER_PYTHON=OFF -DKNAPFORMER_TESTS=ON
@@ -149,7 +150,7 @@ nvrtc: nvrtc-library
 	    KNAPFORMER_NVRTC=$$library LD_LIBRARY_PATH=$$(dirname $$library) $(BUILD)/tests/torch/torch_tests \
 	    --gtest_filter='CudaKernel*'
 
-$(VENV)/.coverage: pyproject.toml | $(BIN)/python
+$(VENV)/.coverage: pyproject.toml | $(VENV)/.pip
 	$(BIN)/python -m pip install --quiet --group coverage
 	touch $@
 
@@ -229,7 +230,7 @@ soak: $(VENV)/.installed $(VENV)/.test
 CXX_FILES := $(shell find knapformer tests bench examples -name '*.cpp' -o -name '*.h')
 PY_FILES := python tests bench docs examples
 
-$(VENV)/.lint: pyproject.toml | $(BIN)/python
+$(VENV)/.lint: pyproject.toml | $(VENV)/.pip
 	$(BIN)/python -m pip install --quiet --group lint
 	touch $@
 
@@ -251,7 +252,7 @@ format: $(VENV)/.lint
 	$(BIN)/ruff format $(PY_FILES)
 	$(BIN)/ruff check --fix $(PY_FILES)
 
-$(VENV)/.bench: pyproject.toml | $(BIN)/python
+$(VENV)/.bench: pyproject.toml | $(VENV)/.pip
 	$(BIN)/python -m pip install --quiet --group bench
 	touch $@
 
@@ -281,7 +282,7 @@ gpu:
 	cmake --install build/gpu --prefix python
 	PYTHONPATH=python:$$PYTHONPATH $(GPU_PYTHON) bench/gpu.py --out build/gpu-results --device $(DEVICE) $(ITEMS)
 
-$(VENV)/.docs: pyproject.toml | $(BIN)/python
+$(VENV)/.docs: pyproject.toml | $(VENV)/.pip
 	$(BIN)/python -m pip install --quiet --group docs
 	touch $@
 
@@ -290,7 +291,7 @@ docs: $(VENV)/.installed $(VENV)/.test $(VENV)/.docs
 	KNAPFORMER_PACKAGE=$$(echo $(abspath $(VENV))/lib/python3*/site-packages) NO_MKDOCS_2_WARNING=1 \
 	    $(BIN)/mkdocs build --strict --quiet
 
-$(VENV)/.package: pyproject.toml | $(BIN)/python
+$(VENV)/.package: pyproject.toml | $(VENV)/.pip
 	$(BIN)/python -m pip install --quiet --group package
 	touch $@
 
