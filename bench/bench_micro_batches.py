@@ -22,7 +22,7 @@ from functools import partial
 
 from bench_solvers import CLUSTER, D_MODEL, MODEL, Lengths, measure, of_plan, work
 from driver import parser_of, write_results
-from knapformer.tools.lengths import micro_batches_of_step
+from knapformer.tools.rank_lengths import micro_batches_of_step
 
 import knapformer
 

@@ -10,7 +10,7 @@
 #include "knapformer/core/cost/bounds.h"
 #include "knapformer/core/model/data_mix.h"
 #include "knapformer/core/planners/planner.h"
-#include "knapformer/core/planners/whole_step/micro_batches.h"
+#include "knapformer/core/planners/whole_step/step_solver.h"
 
 namespace knapformer {
 namespace {

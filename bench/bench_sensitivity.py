@@ -27,7 +27,7 @@ from typing import Any
 from bench_solvers import WORKLOADS, even
 from driver import parser_of, write_results
 from knapformer.tools.doctor.alternatives import alternatives, gain, ranked, sharing, simulate
-from knapformer.tools.lengths import Lengths, micro_batches_of_step
+from knapformer.tools.rank_lengths import Lengths, micro_batches_of_step
 from knapformer.tools.ways import Draw, Planning
 
 import knapformer

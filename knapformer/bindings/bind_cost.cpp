@@ -95,22 +95,22 @@ void bind_step_time(py::module_& m) {
       .def_readonly("between", &Traffic::between, "To ranks of other nodes.")
       .def_property_readonly("total", &Traffic::total, "inside plus between.");
 
-  py::class_<StepTime> step(m, "StepTime",
-                            "Predicted time of a step: the terms of its slowest replica and group, in seconds.");
+  py::class_<MicroBatchTime> step(m, "StepTime",
+                                  "Predicted time of a step: the terms of its slowest replica and group, in seconds.");
   bind_fields<StepTerms>(step);
   const auto property = properties_of(step);
   property("terms", "Seconds of each term, by name; they add up to total_s.",
-           [](const StepTime& t) { return fields_of<StepTerms>(t); });
-  property("blocks_s", "The sum of token_s, attention_s, exchange_s and host_s.", &StepTime::blocks_s);
-  property("total_s", "The sum of all terms.", &StepTime::total_s);
-  property("ideal_s", "Seconds of the work alone, divided evenly.", &StepTime::ideal_s);
-  property("efficiency", "ideal_s over total_s.", &StepTime::efficiency);
-  property("over_ideal", "total_s over (ideal_s + fixed_s).", &StepTime::over_ideal);
-  property("route_bytes", "Bytes that all ranks send by routes in a step.", &StepTime::route_bytes);
-  property("attention_bytes", "Bytes that all ranks send for attention in a step.", &StepTime::attention_bytes);
-  property("fsdp_bytes", "Bytes that all ranks send for FSDP in a step, hidden or not.", &StepTime::fsdp_bytes);
+           [](const MicroBatchTime& t) { return fields_of<StepTerms>(t); });
+  property("blocks_s", "The sum of token_s, attention_s, exchange_s and host_s.", &MicroBatchTime::blocks_s);
+  property("total_s", "The sum of all terms.", &MicroBatchTime::total_s);
+  property("ideal_s", "Seconds of the work alone, divided evenly.", &MicroBatchTime::ideal_s);
+  property("efficiency", "ideal_s over total_s.", &MicroBatchTime::efficiency);
+  property("over_ideal", "total_s over (ideal_s + fixed_s).", &MicroBatchTime::over_ideal);
+  property("route_bytes", "Bytes that all ranks send by routes in a step.", &MicroBatchTime::route_bytes);
+  property("attention_bytes", "Bytes that all ranks send for attention in a step.", &MicroBatchTime::attention_bytes);
+  property("fsdp_bytes", "Bytes that all ranks send for FSDP in a step, hidden or not.", &MicroBatchTime::fsdp_bytes);
   step.def_static("labels", &term_labels, "What each of terms is, in words, in the same order.")
-      .def("__repr__", [](const StepTime& t) {
+      .def("__repr__", [](const MicroBatchTime& t) {
         return text("StepTime(total_s=", t.total_s(), ", ", text_of_fields<StepTerms>(t), ")");
       });
 }

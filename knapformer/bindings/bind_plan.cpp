@@ -9,7 +9,7 @@
 #include "knapformer/core/cost/plan_json.h"
 #include "knapformer/core/cost/step_time.h"
 #include "knapformer/core/plan/plan.h"
-#include "knapformer/core/planners/whole_step/micro_batches.h"
+#include "knapformer/core/planners/whole_step/step_solver.h"
 #include "knapformer/core/util/error.h"
 
 namespace py = pybind11;
@@ -266,7 +266,7 @@ void bind_plan(py::module_& m) {
            [](const Plan& p) { return prediction_of(p).gap(); });
   property("ideal_time",
            "Seconds of the step with the work spread evenly and no exchange, plus the fixed time of each micro-batch.",
-           [](const Plan& p) { return predict_step(p).ideal_s; });
+           [](const Plan& p) { return predict_step(p).ideal_step_s; });
   property("cluster", "The cluster that times are predicted with.",
            [](const Plan& p) { return p.input().sequences.cluster; });
   property("model", "The model that a step runs.", [](const Plan& p) { return p.input().sequences.model; });

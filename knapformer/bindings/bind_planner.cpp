@@ -5,9 +5,9 @@
 
 #include "knapformer/bindings/arguments.h"
 #include "knapformer/core/model/mask.h"
-#include "knapformer/core/plan/heads.h"
+#include "knapformer/core/plan/attention_shares.h"
 #include "knapformer/core/planners/planner.h"
-#include "knapformer/core/planners/whole_step/micro_batches.h"
+#include "knapformer/core/planners/whole_step/step_solver.h"
 #include "knapformer/core/planners/whole_step/topology_choice.h"
 #include "knapformer/core/util/error.h"
 

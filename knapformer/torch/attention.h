@@ -1,6 +1,6 @@
 // Attention over the ranks of a bag, composed of exchanges and the user's kernel. A rank that shares a sequence attends
-// with a share of the heads, and where queries are cut (knapformer/core/plan/heads.h) with a part of the queries, to
-// all keys that these see. Ulysses is the case of one part.
+// with a share of the heads, and where queries are cut (knapformer/core/plan/attention_shares.h) with a part of the
+// queries, to all keys that these see. Ulysses is the case of one part.
 //
 //   rows of this rank   | whole here (degree 1) | shared by 2 | shared by 4 |   all heads
 //                             |                      `------------'

@@ -38,7 +38,7 @@
 #include "knapformer/core/util/error.h"
 #include "knapformer/torch/comm/gather_lengths.h"
 #include "knapformer/torch/feedback.h"
-#include "knapformer/torch/planning.h"
+#include "knapformer/torch/rank_plan.h"
 #include "knapformer/torch/ranks.h"
 #include "knapformer/torch/sample_exchange.h"
 #include "knapformer/torch/step.h"

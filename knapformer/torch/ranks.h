@@ -15,7 +15,7 @@
 #include "knapformer/core/model/topology.h"
 #include "knapformer/core/util/ids.h"
 #include "knapformer/torch/comm/comm_group.h"
-#include "knapformer/torch/planning.h"
+#include "knapformer/torch/rank_plan.h"
 
 namespace knapformer {
 

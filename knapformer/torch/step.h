@@ -23,7 +23,7 @@
 #include <vector>
 
 #include "knapformer/torch/attention.h"
-#include "knapformer/torch/planning.h"
+#include "knapformer/torch/rank_plan.h"
 #include "knapformer/torch/ranks.h"
 
 namespace knapformer {
@@ -50,7 +50,7 @@ class Step {
     at::Tensor q, k, v;   // (tokens of these, this rank's share of the heads, head_dim)
   };
   /// q: (chunk tokens, heads, head_dim); k and v: (chunk tokens, kv heads, head_dim), kv heads a divisor of heads.
-  /// Where the bag's size does not divide them, shares are uneven (knapformer/core/plan/heads.h). For flat
+  /// Where the bag's size does not divide them, shares are uneven (knapformer/core/plan/attention_shares.h). For flat
   /// topologies, as post_attn: in a nested bag a rank has another share of the heads at each level. mask: the one that
   /// the kernel applies. Throws ArgumentError where another one was planned for any sequence of any rank.
   AttentionInputs pre_attn(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,

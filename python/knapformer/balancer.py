@@ -21,7 +21,7 @@ from knapformer._core import Plan
 from knapformer._torch import PlanningAhead, Samples
 from knapformer.cost import Cost, CostSettings
 from knapformer.groups import bag_group, cpu_group
-from knapformer.nodes import node_topology
+from knapformer.node_topology import node_topology
 from knapformer.step import Attend, Step
 
 if TYPE_CHECKING:

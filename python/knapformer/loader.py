@@ -16,8 +16,8 @@ from torch import Tensor
 from knapformer._core import ArgumentError, Plan, StateError, Topology
 from knapformer._torch import PlanningAhead, Samples
 from knapformer.balancer import SequenceBalancer
+from knapformer.sample_sources import gives_shared_samples
 from knapformer.sample_values import integer
-from knapformer.shared_samples import gives_shared_samples
 
 Batch = TypeVar("Batch")
 Item = TypeVar("Item")
@@ -56,7 +56,7 @@ class _Loader(Generic[Item]):
         self._stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         self._position = _Position()
         self._resume_at: _Position | None = None
-        self._has_looked = False  # the pass from there was left at its first batch, as far as is known
+        self._has_looked = False  # a pass took this position and has yielded only its first batch so far
 
     def __iter__(self) -> Iterator[tuple[Item, Plan]]:
         if self._has_looked:  # to begin at the start would be silent, and there the order may be another by now
@@ -66,7 +66,7 @@ class _Loader(Generic[Item]):
             )
         resumes, self._position, self._resume_at = self._resume_at is not None, self._resume_at or _Position(), None
         if resumes:
-            self._balancer.plan_routing(())  # StateError on all ranks, where one begins anew: it calls start_planning
+            self._balancer.plan_routing(())  # a rank that begins anew calls start_planning: StateError on all
         source = _Source(self._loader, self._position, self._snapshot if self._stateful else None)
         try:
             items = self._iterate(source)
@@ -171,7 +171,7 @@ class _Source:
         with self.keeping_error():
             if self.position.ended or self.error is not None:
                 return []
-            if self._batches is None:  # here: an exception in opening the loader is an error of the first batch
+            if self._batches is None:  # here: an error of opening counts as one of the first batch
                 self._batches = islice(self._loader, 0 if self._snapshot else self._num_batches, None)
             state = self._snapshot() if self._snapshot else None
             self.position = _Position(self._num_batches, state=state)

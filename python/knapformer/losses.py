@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from knapformer._core import ArgumentError
-from knapformer.attention.packing import to_device
+from knapformer.attention.packed_rows import to_device
 from knapformer.sample_values import checked_integers, integer
 from knapformer.trainers import check_nothing_divides
 

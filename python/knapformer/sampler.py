@@ -21,11 +21,11 @@ from torch.utils.data import Sampler
 from knapformer import __version__
 from knapformer._core import MAX_MAGNITUDE, MAX_SEQUENCE_TOKENS, ArgumentError, Plan, StateError, Topology, TrainedModel
 from knapformer.cost import Cost, CostSettings
+from knapformer.epoch_steps import EpochOrder, EpochSteps
 from knapformer.equal_on_ranks import check_equal_on_ranks
 from knapformer.planning import attention_pairs
+from knapformer.sample_sources import gives_shared_samples
 from knapformer.sample_values import checked_integers, checked_masks, checked_numbers, described, extremes, integer
-from knapformer.shared_samples import gives_shared_samples
-from knapformer.step_planner import EpochOrder, StepPlanner
 from knapformer.trainers import check_iterated, keep_lists
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         epoch_size = size if of_repeats is None else int(of_repeats.sum())
         self._order = EpochOrder(epoch_size, shuffle, seed, of_repeats, of_weights)
         self._rank = rank
-        self._planner = StepPlanner(
+        self._planner = EpochSteps(
             lengths=lengths, work=work, masks=masks, topology=f"g1n{num_replicas}" if topology is None else topology,
             cost=dataclasses.replace(cost, model=(cost.model or TrainedModel()).replace(routed=False),
                                      effort="low" if cost.effort is None else cost.effort),

@@ -31,12 +31,12 @@ inline MicroBatchPlan balanced(PlanInput input, Effort effort = {}) {
 inline double step_s(const MicroBatchPlan& plan) { return predict_micro_batch(plan).total_s(); }
 /// Of a block, in the replica where it takes the longest.
 inline double max_block_s(const MicroBatchPlan& plan) {
-  const StepTime time = predict_micro_batch(plan);
+  const MicroBatchTime time = predict_micro_batch(plan);
   return std::ranges::max(time.replica_block_s);
 }
 /// Of the blocks alone, over the work divided evenly.
 inline double block_loss(const MicroBatchPlan& plan) {
-  const StepTime time = predict_micro_batch(plan);
+  const MicroBatchTime time = predict_micro_batch(plan);
   return time.ideal_s > 0 ? time.blocks_s() / time.ideal_s : 1;
 }
 

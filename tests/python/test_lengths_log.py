@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from knapformer.lengths_log import read_log
 from knapformer.tools.cli import main
-from knapformer.tools.sample_files import read_samples
+from knapformer.tools.lengths_files import read_samples
 
 import knapformer as kf
 

@@ -4,7 +4,7 @@ import json
 import pickle
 
 import pytest
-from knapformer.tools.lengths import micro_batches_of_step
+from knapformer.tools.rank_lengths import micro_batches_of_step
 
 import knapformer as kf
 

@@ -304,13 +304,13 @@ Traffic exchange_s(const PlanInput& input, const Traffic& columns) {
           .between = columns.between * bytes / input.cluster.network_bytes_per_s};
 }
 
-double StepTime::total_s() const {
+double MicroBatchTime::total_s() const {
   double sum = 0;
   for_each_field<StepTerms>([&](const auto& f) { sum += this->*f.member; });
   return sum;
 }
 
-StepTime predict_micro_batch(const MicroBatchPlan& plan, std::span<const RankCompute> measured) {
+MicroBatchTime predict_micro_batch(const MicroBatchPlan& plan, std::span<const RankCompute> measured) {
   check(measured, plan.num_ranks());
   const PlanInput& input = plan.input();
   const TrainedModel& model = input.model;
@@ -318,7 +318,7 @@ StepTime predict_micro_batch(const MicroBatchPlan& plan, std::span<const RankCom
   const std::vector<RankLoad> loads = loads_of(plan);
   const double bytes = row_bytes(input.d_model, model), token_bytes = bytes + model.side_bytes_per_token;
 
-  StepTime out;
+  MicroBatchTime out;
   out.fixed_s = input.cluster.fixed_s;
   double computed_s = 0;  // by all ranks
   for (int32_t r = 0; r < plan.num_ranks(); ++r) {
@@ -363,15 +363,15 @@ StepTime predict_micro_batch(const MicroBatchPlan& plan, std::span<const RankCom
   return out;
 }
 
-AccumulatedTime predict_step(const Plan& plan) {
-  AccumulatedTime out;
+StepTime predict_step(const Plan& plan) {
+  StepTime out;
   const bool waits_once = plan.input().sync == StepSync::kStep;
   const int32_t num_blocks = plan.input().sequences.model.num_blocks;
   std::vector<double> rank_s(static_cast<size_t>(plan.num_ranks()));  // when each rank is done
   double fsdp_s = 0;                                                  // after the last micro-batch
   for (const MicroBatchPlan& micro_batch : plan.plans()) {
-    const StepTime time = predict_micro_batch(micro_batch);
-    out.ideal_s += time.ideal_s + time.fixed_s;
+    const MicroBatchTime time = predict_micro_batch(micro_batch);
+    out.ideal_step_s += time.ideal_step_s();
     out.micro_batch_s.push_back(time.total_s());
     if (!waits_once) {
       out.total_s += time.total_s();
@@ -391,7 +391,7 @@ AccumulatedTime predict_step(const Plan& plan) {
   return out;
 }
 
-double accumulated_s(const StepInput& input, std::span<const double> block_s) {
+double blocks_and_fsdp_s(const StepInput& input, std::span<const double> block_s) {
   if (input.sync == StepSync::kStep)
     return replica_step_s(input.sequences, std::accumulate(block_s.begin(), block_s.end(), 0.0), 0);
   double sum_s = 0;

@@ -1,5 +1,5 @@
-// Step time: the time of a plan's step, by phase. This is the only cost model: planners minimise it, and predictions
-// and reports print it.
+// Step time: the time of a plan's step, by phase. This is the only prediction of a step. Planners rank plans by it, and
+// search by upper bounds of it (planners/balanced/placement_tree.h); reports print it.
 //
 // All blocks are alike, so one stands for all. A forward pass over a block on one rank is
 //
@@ -126,7 +126,7 @@ struct StepTerms {
 };
 static_assert(kListsEveryField<StepTerms>);
 
-struct StepTime : StepTerms {
+struct MicroBatchTime : StepTerms {
   /// All terms.
   double total_s() const;
 
@@ -158,12 +158,12 @@ struct RankCompute {
 /// Predicts a step on the plan's cluster and model. `measured`: per rank, in place of the time of the plan's work at
 /// `cluster.flops_per_s`; the ideal time is then that of the measured seconds, spread evenly. Empty: the cost model.
 /// O(chunks). Throws ArgumentError where a measured time is out of range.
-StepTime predict_micro_batch(const MicroBatchPlan& plan, std::span<const RankCompute> measured = {});
+MicroBatchTime predict_micro_batch(const MicroBatchPlan& plan, std::span<const RankCompute> measured = {});
 
-struct AccumulatedTime {
+struct StepTime {
   double total_s = 0;
   /// The time of the work divided evenly over the ranks, and the fixed time of each micro-batch.
-  double ideal_s = 0;
+  double ideal_step_s = 0;
   /// By micro-batch, the time that predict_micro_batch says. These add up to the total if ranks wait in each
   /// micro-batch.
   std::vector<double> micro_batch_s;
@@ -174,13 +174,13 @@ struct AccumulatedTime {
 /// it is done: ranks that share a sequence start when the last of them arrives, and the step ends with the slowest
 /// rank. Then gradients are reduced once, after the last micro-batch, and route is counted as if no rank waited in it.
 /// O(chunks).
-AccumulatedTime predict_step(const Plan& plan);
+StepTime predict_step(const Plan& plan);
 
 /// The time of a replica's step with a block of `block_s`, all passes: blocks, FSDP and route. Grows with both
 /// arguments.
 double replica_step_s(const PlanInput& input, double block_s, double route_s);
-/// The time of a step without route and the fixed time. `block_s`: a replica's blocks (StepTime::replica_block_s), by
-/// micro-batch.
-double accumulated_s(const StepInput& input, std::span<const double> block_s);
+/// The time of a step without route and the fixed time. `block_s`: a replica's blocks
+/// (MicroBatchTime::replica_block_s), by micro-batch.
+double blocks_and_fsdp_s(const StepInput& input, std::span<const double> block_s);
 
 }  // namespace knapformer

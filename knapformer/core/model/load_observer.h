@@ -40,7 +40,6 @@ class LoadObserver {
   /// is more than kPlausible times above or below the median of the last kStepsCompared steps.
   std::optional<LoadMeasurement> add(std::span<const LoadMeasurement> measurements);
 
-  int64_t num_measurements() const { return num_measurements_; }
   /// The given gamma, until there are kMinMeasurements measurements; the same holds for rank_speed.
   double gamma() const { return gamma_; }
   /// Per rank, 1 on average; empty where no rank is off by more than kEqualSpeed.

@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "knapformer/core/plan/heads.h"
+#include "knapformer/core/plan/attention_shares.h"
 #include "knapformer/torch/comm/comm_group.h"
 #include "knapformer/torch/exchange/packed_table.h"
 

@@ -23,7 +23,7 @@
 #include <string>
 #include <vector>
 
-#include "knapformer/core/plan/heads.h"
+#include "knapformer/core/plan/attention_shares.h"
 #include "knapformer/torch/comm/comm_group.h"
 #include "knapformer/torch/exchange/arguments.h"
 #include "knapformer/torch/exchange/copies.h"

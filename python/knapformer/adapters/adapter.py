@@ -22,12 +22,12 @@ from torch.distributed.tensor import DTensor
 from knapformer import ArgumentError, StateError
 from knapformer.adapters.samples import Sample, Samples
 from knapformer.attention.kernels import pairing_of
-from knapformer.attention.packing import Lengths, Rotation, Segments, lengths_list, rotate
+from knapformer.attention.packed_rows import Lengths, Rotation, Segments, lengths_list, rotate
 from knapformer.models.step import Attend, PackedStep
 
 LIBRARY = "diffusers"
 STATE = "_knapformer"  # the attribute of modules whose forward balance() has replaced
-_WRAPPERS = ("peft", "torch")  # whose modules lead to the parts of what they wrap
+_WRAPPERS = ("peft", "torch")  # packages whose modules wrap others, and call them
 
 MAX_TEXT_TOKENS = 512  # the default: the limit with which published models are trained
 
@@ -162,7 +162,7 @@ class OfSequences:
             q: Tensor, k: Tensor, v: Tensor, lens: Lengths, key_lens: Any = None, starts: Lengths | None = None
         ) -> Tensor:
             nonlocal called
-            counts, first = lengths_list(lens), called if called < total else called - total
+            counts, first = lengths_list(lens), called
             spans = tuple(zip([0] * len(counts) if starts is None else lengths_list(starts), counts, strict=True))
             if (key := (first, spans)) not in self._prepared:
                 here = [i for i, count in enumerate(counts) if count]  # where no queries come, no keys do
@@ -208,9 +208,9 @@ class Adapter(ABC):
     conditions: ClassVar[dict[str, Callable[..., Any]]] = {}
     min_text_tokens: ClassVar[int] = 0
 
-    # Only for models that are simulated, calibrated or replayed: by name, the fields that differ from the defaults of
-    # the class; for each list in `blocks`, the name of its kind and the field that counts its blocks; and the number of
-    # blocks from which on the first one is like those of a large model.
+    # Only for models that are simulated, calibrated or replayed. named_configs: by name, fields that differ from the
+    # defaults of the class. block_counts: for each list in `blocks`, its kind and the field that counts it. min_blocks:
+    # with at least so many, the first block is like those of a large model.
     named_configs: ClassVar[dict[str, dict[str, Any]]] = {}
     block_counts: ClassVar[dict[str, str]] = {"block": "num_layers"}
     min_blocks: ClassVar[int] = 1
@@ -383,7 +383,7 @@ def name_of(of: type, expected: Collection[str]) -> str:
 
 
 def _of_forward(module: nn.Module) -> type:
-    """The class whose forward the module has."""
+    """The class that defines the forward that the module runs."""
     return next(base for base in type(module).__mro__ if "forward" in base.__dict__)
 
 

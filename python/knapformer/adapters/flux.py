@@ -21,7 +21,7 @@ from knapformer.adapters.joint import (
     rotations_of_ids,
 )
 from knapformer.adapters.samples import Samples
-from knapformer.attention.packing import gated_add, modulate
+from knapformer.attention.packed_rows import gated_add, modulate
 
 
 def adaptive_single_block(block: Any, x: Tensor, cond: Tensor, chunks: JointChunks) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from knapformer.adapters.adapter import Chunks, Home, Moved, RunBlock, call
 from knapformer.adapters.joint import JointAdapter, final_norm, rotations_of_ids
 from knapformer.adapters.samples import Samples, one_after_another
-from knapformer.attention.packing import TwoStreams, gated_add, modulate, rotation_of, rows_of_runs
+from knapformer.attention.packed_rows import TwoStreams, gated_add, modulate, rotation_of, rows_of_runs
 
 _TEXT, _IMAGE, _REFERENCE = range(3)  # kinds of tokens, in the order in which they lie in a sequence
 _NAMES = ("txt", "image", "image_cond")

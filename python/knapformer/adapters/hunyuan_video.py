@@ -16,7 +16,7 @@ from knapformer.adapters.drawn import random_mask
 from knapformer.adapters.flux import adaptive_single_block
 from knapformer.adapters.joint import NORM_OUT, JointAdapter, adaptive_double_block, self_attention
 from knapformer.adapters.samples import Samples, on_host, one_after_another
-from knapformer.attention.packing import Segments, gated_add, rows_of_runs, to_device
+from knapformer.attention.packed_rows import Segments, gated_add, rows_of_runs, to_device
 
 _FIRST_FRAME = 2  # kind of a token; those of other frames are 1
 

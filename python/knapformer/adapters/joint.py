@@ -29,7 +29,7 @@ from knapformer.adapters.adapter import (
 )
 from knapformer.adapters.samples import Samples
 from knapformer.attention.kernels import PackedAttention
-from knapformer.attention.packing import (
+from knapformer.attention.packed_rows import (
     Rotation,
     Segments,
     TwoStreams,

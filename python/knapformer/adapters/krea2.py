@@ -13,7 +13,7 @@ from knapformer.adapters.adapter import Chunks, Home, Moved, Packed, RunBlock, c
 from knapformer.adapters.drawn import random_mask
 from knapformer.adapters.joint import JointAdapter, JointChunks, projected, stream_block
 from knapformer.adapters.samples import Samples
-from knapformer.attention.packing import TwoStreams, modulate, text_flags
+from knapformer.attention.packed_rows import TwoStreams, modulate, text_flags
 
 
 def _attended(attn: Any, chunks: Chunks, x: Tensor) -> Tensor:

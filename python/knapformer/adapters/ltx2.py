@@ -18,7 +18,7 @@ from knapformer.adapters.drawn import random_mask, random_times
 from knapformer.adapters.joint import JointAdapter, JointChunks, PartChunks, counts_of, parts_attention
 from knapformer.adapters.samples import Samples, context_of_rows, rows_of_context
 from knapformer.attention.kernels import Pairing, pairing_of
-from knapformer.attention.packing import Segments, TwoStreams, gated_add, lengths_list, modulate, runs_of, to_device
+from knapformer.attention.packed_rows import Segments, TwoStreams, gated_add, lengths_list, modulate, runs_of, to_device
 
 _PREFIXES = ("audio_", "")  # of the names of what computes audio, and video: the kinds of tokens, in their order
 Pair = tuple[Tensor, Tensor]  # of audio, and of video

@@ -17,7 +17,7 @@ from knapformer import ArgumentError
 from knapformer.adapters.adapter import Adapter, Chunks, Home, Moved, Packed, Part, RunBlock, call, cast_for
 from knapformer.adapters.joint import self_attention, stream_block
 from knapformer.adapters.samples import Samples, check_shape, on_host
-from knapformer.attention.packing import modulate, rotation_of, runs_of, to_device
+from knapformer.attention.packed_rows import modulate, rotation_of, runs_of, to_device
 
 _MODALITIES = 3  # of which each has rows of modulation of its own, for each time step
 

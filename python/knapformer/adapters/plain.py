@@ -9,7 +9,7 @@ from torch import Tensor
 from knapformer._core import check_mask
 from knapformer.adapters.adapter import Adapter, Chunks, Home, Moved, Part, RunBlock, expect
 from knapformer.adapters.samples import Samples
-from knapformer.attention.packing import positions, rotations
+from knapformer.attention.packed_rows import positions, rotations
 from knapformer.models.transformer import TransformerBlock
 
 

@@ -14,7 +14,7 @@ from knapformer.adapters.adapter import Home, Moved, RunBlock, clip_half
 from knapformer.adapters.drawn import random_mask
 from knapformer.adapters.joint import NORM_OUT, JointAdapter, JointChunks, Stream, double_stream
 from knapformer.adapters.samples import Samples
-from knapformer.attention.packing import rows_of_runs
+from knapformer.attention.packed_rows import rows_of_runs
 
 
 def block(

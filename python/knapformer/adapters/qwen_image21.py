@@ -16,7 +16,7 @@ from knapformer._torch import MaskTables
 from knapformer.adapters.adapter import Adapter, Chunks, Home, Moved, OfSequences, Packed, Part, RunBlock, clip_half
 from knapformer.adapters.samples import Samples, on_host
 from knapformer.attention import masked
-from knapformer.attention.packing import TwoStreams, gated_add, modulate, rotation_of, rows_of_runs, to_device
+from knapformer.attention.packed_rows import TwoStreams, gated_add, modulate, rotation_of, rows_of_runs, to_device
 
 _PICTURES = 32  # that a sample has room for; the last is predicted
 

@@ -12,7 +12,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from knapformer import ArgumentError
-from knapformer.attention.packing import lengths_list, positions, segment_index, to_device
+from knapformer.attention.packed_rows import lengths_list, positions, segment_index, to_device
 
 Sample = Mapping[str, Any]
 

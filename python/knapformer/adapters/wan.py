@@ -20,7 +20,7 @@ from knapformer.adapters.adapter import Adapter, Chunks, Home, Moved, Part, RunB
 from knapformer.adapters.drawn import random_grid, random_image, random_times
 from knapformer.adapters.samples import Samples, check_shape, context_of_rows, one_after_another, rows_of_context
 from knapformer.attention.kernels import Pairing, pairing_of
-from knapformer.attention.packing import gated_add, modulate, rotation_of, runs_of
+from knapformer.attention.packed_rows import gated_add, modulate, rotation_of, runs_of
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

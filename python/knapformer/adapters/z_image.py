@@ -13,7 +13,7 @@ from knapformer import ArgumentError, StateError
 from knapformer.adapters.adapter import Chunks, Home, Moved, Packed, RunBlock, call
 from knapformer.adapters.joint import JointAdapter, self_attention
 from knapformer.adapters.samples import Samples, check_shape
-from knapformer.attention.packing import gated_add, modulate, rotation_of
+from knapformer.attention.packed_rows import gated_add, modulate, rotation_of
 
 
 def block(block: Any, x: Tensor, cond: Tensor | None, chunks: Chunks) -> Tensor:

@@ -30,7 +30,7 @@ from knapformer._core import check_mask
 from knapformer._torch import MaskTables
 from knapformer.attention.inputs import as_autocast, no_attention
 from knapformer.attention.masked import MaskedAttention, attend, layout_on
-from knapformer.attention.packing import Lengths, lengths_list, to_device
+from knapformer.attention.packed_rows import Lengths, lengths_list, to_device
 
 
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, seq_lens: Lengths, mask: str = "full") -> Tensor:

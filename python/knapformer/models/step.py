@@ -18,7 +18,7 @@ from torch import Tensor
 from knapformer import ArgumentError
 from knapformer.attention.inputs import as_autocast
 from knapformer.attention.kernels import PackedAttention
-from knapformer.attention.packing import Segments, lengths_list, to_device
+from knapformer.attention.packed_rows import Segments, lengths_list, to_device
 
 if TYPE_CHECKING:
     from knapformer import Plan, SequenceBalancer, Step

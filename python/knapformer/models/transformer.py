@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from knapformer.attention.packing import rotate
+from knapformer.attention.packed_rows import rotate
 
 
 class Transformer(nn.Module):

@@ -9,9 +9,9 @@ from functools import cached_property
 
 from knapformer import ArgumentError, DataMix, Sample
 from knapformer.tools.cli_args import refuse
-from knapformer.tools.lengths import Lengths, micro_batches_of_step
+from knapformer.tools.lengths_files import SampleFile, read_batches, read_samples
 from knapformer.tools.presets import Preset
-from knapformer.tools.sample_files import Samples, read_batches, read_samples
+from knapformer.tools.rank_lengths import Lengths, micro_batches_of_step
 
 _STEPS = 20
 _MAX_SAMPLES = 1 << 18  # of all steps, where --steps does not say how many, and there are more than two
@@ -42,7 +42,7 @@ class Source:
     ) -> None:
         """num_ranks: that were asked for. preset, columns: as of read_samples, for a command that draws samples; None:
         a file has to say how its samples were drawn. Raises ArgumentError, OSError."""
-        self._args, self.samples = args, Samples()
+        self._args, self.samples = args, SampleFile()
         self._mix: DataMix | None = None
         if args.data is not None:
             self._mix, self.num_ranks = mix_and_ranks(args, num_ranks)

@@ -13,7 +13,7 @@ from knapformer import ArgumentError, Calibration, Cluster, TrainedModel
 from knapformer._core import DEFAULT_GAMMA
 from knapformer.json_file import read_json
 from knapformer.tools.launch import speaks
-from knapformer.tools.lengths import Lengths
+from knapformer.tools.rank_lengths import Lengths
 from knapformer.tools.ways import Planning
 
 if TYPE_CHECKING:

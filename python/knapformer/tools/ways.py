@@ -16,7 +16,7 @@ from typing import Any
 import knapformer
 from knapformer import Cluster, Cost, Plan, StepTime, TrainedModel, WorkloadModel, plan_home, predict_step
 from knapformer._core import head_shares
-from knapformer.tools.lengths import Lengths, MaskedLength, has_masks, lengths_of_step
+from knapformer.tools.rank_lengths import Lengths, MaskedLength, has_masks, lengths_of_step
 
 # Peak of a rank's accelerator by cluster name: dense bf16 without sparsity, TFLOP/s, from data sheets.
 PEAK_TFLOPS = {"h100": 989.0, "h200": 989.0, "published": 989.0, "h100-pcie": 756.0, "b200": 2250.0, "a100": 312.0}

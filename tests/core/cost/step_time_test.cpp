@@ -44,8 +44,8 @@ PlanInput input_of(const std::vector<std::vector<int64_t>>& lens, const char* to
 }
 
 /// The step of the same plan on this cluster, of this model.
-StepTime predict_on(const MicroBatchPlan& plan, const Cluster& cluster, const TrainedModel& model,
-                    std::span<const RankCompute> measured = {}) {
+MicroBatchTime predict_on(const MicroBatchPlan& plan, const Cluster& cluster, const TrainedModel& model,
+                          std::span<const RankCompute> measured = {}) {
   PlanInput input = plan.input();
   input.cluster = cluster;
   input.model = model;
@@ -56,12 +56,12 @@ StepTime predict_on(const MicroBatchPlan& plan, const Cluster& cluster, const Tr
 double token_s(double tokens) { return 24 * tokens * kWidth * kWidth / 1e9; }
 double attention_s(double len) { return 0.5 * 4 * len * len * kWidth / 1e9; }
 
-TEST(StepTime, WithoutBalancerIsTheSlowestRanksCompute) {
+TEST(MicroBatchTime, WithoutBalancerIsTheSlowestRanksCompute) {
   const MicroBatchPlan home = plan_home(input_of({{100, 50}, {300}, {}, {20}}, "g4n1"));
   home.validate();
   EXPECT_EQ(home.tokens_moved(), 0);
   EXPECT_TRUE(std::ranges::equal(home.workload_after(), home.workload_before()));
-  const StepTime step = predict_on(home, round_hardware(), small_model());
+  const MicroBatchTime step = predict_on(home, round_hardware(), small_model());
   // 3 blocks; forward, recompute and a backward of two forwards.
   EXPECT_DOUBLE_EQ(step.token_s, 3 * 4 * token_s(300));
   EXPECT_DOUBLE_EQ(step.attention_s, 3 * 4 * attention_s(300));
@@ -76,7 +76,7 @@ TEST(StepTime, WithoutBalancerIsTheSlowestRanksCompute) {
   EXPECT_DOUBLE_EQ(predict_on(home, round_hardware(), no_recompute).token_s, 3 * 3 * token_s(300));
 }
 
-TEST(StepTime, StaticSharingKeepsSequencesInTheirHomeBag) {
+TEST(MicroBatchTime, StaticSharingKeepsSequencesInTheirHomeBag) {
   const PlanInput input = input_of({{100, 50}, {300}, {}, {20}}, "g2n2");
   const MicroBatchPlan home = plan_home_bags(input);
   home.validate();
@@ -84,19 +84,19 @@ TEST(StepTime, StaticSharingKeepsSequencesInTheirHomeBag) {
   EXPECT_EQ(home.tokens_after()[2] + home.tokens_after()[3], 20);
   for (const Placement& placement : home.placements()) EXPECT_EQ(placement.degree, 2);
   // The first bag's two ranks share all that they drew, evenly.
-  const StepTime step = predict_on(home, round_hardware(), small_model());
+  const MicroBatchTime step = predict_on(home, round_hardware(), small_model());
   EXPECT_DOUBLE_EQ(step.token_s, 3 * 4 * token_s(225));
   EXPECT_DOUBLE_EQ(step.attention_s, 3 * 4 * (attention_s(100) + attention_s(50) + attention_s(300)) / 2);
   EXPECT_THROW(plan_home_bags(input_of({{100}, {300}}, "g2/1n1")), ArgumentError);
 }
 
-TEST(StepTime, MeasuredComputeTakesTheModelsPlace) {
+TEST(MicroBatchTime, MeasuredComputeTakesTheModelsPlace) {
   const MicroBatchPlan plan(input_of({{100}, {40}, {30}}, "g1n1+g2n1"), "test",
                             {at(1, 1, 2), at(1, 1, 2), at(0, 0, 1)});
-  const StepTime modelled = predict_on(plan, round_hardware(), small_model());
+  const MicroBatchTime modelled = predict_on(plan, round_hardware(), small_model());
   // Ranks 1 and 2 wait for each other between the phases: 5 + 4, though neither computes longer than 6.
   const std::vector<RankCompute> measured = {{3, 1, 0}, {5, 0, 1}, {2, 0, 4}};
-  const StepTime step = predict_on(plan, round_hardware(), small_model(), measured);
+  const MicroBatchTime step = predict_on(plan, round_hardware(), small_model(), measured);
   EXPECT_DOUBLE_EQ(step.token_s, 3 * 4 * 5);
   EXPECT_DOUBLE_EQ(step.attention_s, 3 * 4 * 4);
   EXPECT_DOUBLE_EQ(step.ideal_s, 3 * 4 * (4 + 6 + 6) / 3.0);
@@ -108,10 +108,10 @@ TEST(StepTime, MeasuredComputeTakesTheModelsPlace) {
   EXPECT_THROW(predict_on(plan, round_hardware(), small_model(), negative), ArgumentError);
 }
 
-TEST(StepTime, ASharedSequenceSpreadsItsWorkAndPaysForExchanges) {
+TEST(MicroBatchTime, ASharedSequenceSpreadsItsWorkAndPaysForExchanges) {
   // One sequence of 100 tokens over 4 ranks in nodes of 2: 25 tokens a rank, a quarter of the attention each.
   const MicroBatchPlan plan(input_of({{100}, {}, {}, {}}, "g4n1"), "test", {at(0, 0, 4)});
-  const StepTime step = predict_on(plan, round_hardware(), small_model());
+  const MicroBatchTime step = predict_on(plan, round_hardware(), small_model());
   EXPECT_DOUBLE_EQ(step.token_s, 3 * 4 * token_s(25));
   EXPECT_DOUBLE_EQ(step.attention_s, 3 * 4 * attention_s(100) / 4);
   // To each of 3 peers a quarter of the columns of 25 rows, 2 bytes each, q, k, v and o: one peer in the node, two
@@ -126,7 +126,7 @@ TEST(StepTime, ASharedSequenceSpreadsItsWorkAndPaysForExchanges) {
   EXPECT_DOUBLE_EQ(step.route_s, 4 * 50 * kWidth * 2 / 0.25e6);
 }
 
-TEST(StepTime, AConnectedGroupTakesItsLongestPhases) {
+TEST(MicroBatchTime, AConnectedGroupTakesItsLongestPhases) {
   // Rank 0 has many tokens, rank 1 much attention; they share a short sequence, so each waits for the other.
   const auto plan_with = [](int32_t degree) {
     return MicroBatchPlan(input_of({{4}, std::vector<int64_t>(10, 40), {300}, {}}, "g4/2/1n1"), "test", [&] {
@@ -138,8 +138,8 @@ TEST(StepTime, AConnectedGroupTakesItsLongestPhases) {
   };
   Cluster hw = round_hardware();
   hw.node_bytes_per_s = 1e15;  // exchanges as good as free
-  const StepTime apart = predict_on(plan_with(1), hw, small_model());
-  const StepTime together = predict_on(plan_with(2), hw, small_model());
+  const MicroBatchTime apart = predict_on(plan_with(1), hw, small_model());
+  const MicroBatchTime together = predict_on(plan_with(2), hw, small_model());
   EXPECT_NEAR(together.token_s, 3 * 4 * token_s(402), 1e-12);
   EXPECT_NEAR(together.attention_s, 3 * 4 * (attention_s(300) + attention_s(4) / 2), 1e-12);
   EXPECT_GT(together.token_s + together.attention_s, apart.token_s + apart.attention_s);
@@ -151,12 +151,12 @@ TEST(StepTime, AConnectedGroupTakesItsLongestPhases) {
   EXPECT_LT(together.ranks[2].block_s, together.ranks[1].block_s);
 }
 
-TEST(StepTime, WhatIsWholeHidesWhatTravels) {
+TEST(MicroBatchTime, WhatIsWholeHidesWhatTravels) {
   const MicroBatchPlan plan(input_of({{64, 500}, {}}, "g2/1n1"), "test", {at(0, 0, 2), at(0, 0, 1)});
   Cluster hw = round_hardware();
-  const StepTime exposed = predict_on(plan, hw, small_model());
+  const MicroBatchTime exposed = predict_on(plan, hw, small_model());
   hw.overlaps_attention = true;
-  const StepTime hidden = predict_on(plan, hw, small_model());
+  const MicroBatchTime hidden = predict_on(plan, hw, small_model());
   const double pre_s = 3 * 32 * (kWidth / 2.0) * 2 / 1e6;
   ASSERT_LT(pre_s, attention_s(500));
   // In forward, recompute and backward.
@@ -166,7 +166,7 @@ TEST(StepTime, WhatIsWholeHidesWhatTravels) {
   EXPECT_EQ(hidden.ranks[1].forward.hidden_s, 0);  // nothing is whole there
 }
 
-TEST(StepTime, FsdpShowsOnlyWhatTheBlocksDoNotHide) {
+TEST(MicroBatchTime, FsdpShowsOnlyWhatTheBlocksDoNotHide) {
   Cluster hw = round_hardware();
   TrainedModel model = small_model();
   model.shard_ranks = 4;
@@ -186,7 +186,7 @@ TEST(StepTime, FsdpShowsOnlyWhatTheBlocksDoNotHide) {
   EXPECT_DOUBLE_EQ(fsdp_s(10'000, 0), 0);
 }
 
-TEST(StepTime, FsdpGathersTwiceAndReducesOnce) {
+TEST(MicroBatchTime, FsdpGathersTwiceAndReducesOnce) {
   TrainedModel model = small_model();
   model.num_parameters = 1000;
   model.element_size = 2;
@@ -205,11 +205,11 @@ TEST(StepTime, FsdpGathersTwiceAndReducesOnce) {
   EXPECT_DOUBLE_EQ(bytes(1, StepMode::kTraining), 4 * 2 * 2000.0 * 3 / 4);
 }
 
-TEST(StepTime, HostCostCountsPieces) {
+TEST(MicroBatchTime, HostCostCountsPieces) {
   Cluster hw = round_hardware();
   hw.host_s_per_piece = 1;
   const MicroBatchPlan plan(input_of({{100, 60, 7}, {}}, "g2/1n1"), "test", {at(0, 0, 2), at(0, 0, 2), at(0, 1, 1)});
-  const StepTime step = predict_on(plan, hw, small_model());
+  const MicroBatchTime step = predict_on(plan, hw, small_model());
   EXPECT_DOUBLE_EQ(step.host_s, 3 * 4);  // blocks; two chunks in two pieces each
   for (const RankTime& rank : step.ranks) EXPECT_DOUBLE_EQ(3 * rank.block_s, step.blocks_s());
 }
@@ -232,10 +232,10 @@ PlanInput unit_input(const std::vector<std::vector<int64_t>>& lens, const char* 
           .model = {.num_blocks = 1, .num_parameters = 0, .mode = StepMode::kInference}};
 }
 
-TEST(StepTime, UnevenChunksShareAttentionEvenlyAndExchangeByTheirTokens) {
+TEST(MicroBatchTime, UnevenChunksShareAttentionEvenlyAndExchangeByTheirTokens) {
   // Sequence 0 is cut 6 + 2 over both ranks, sequence 1 lies whole on rank 1.
   const MicroBatchPlan plan(unit_input({{8}, {5}}, "g2/1n1"), "any", {at(0, 0, 2), at(0, 1, 1)}, {6, 2, 5});
-  const StepTime step = predict_micro_batch(plan);
+  const MicroBatchTime step = predict_micro_batch(plan);
   const double shared = 4 * 64 / 2.0, whole = 4 * 25;
   // 4 numbers of 2 bytes a token, half of which leave, at 2 bytes/s: 2 s a token.
   EXPECT_DOUBLE_EQ(step.ranks[0].forward.exchange_s(), 12);
@@ -243,30 +243,30 @@ TEST(StepTime, UnevenChunksShareAttentionEvenlyAndExchangeByTheirTokens) {
   EXPECT_DOUBLE_EQ(step.blocks_s(), 24 * 7 + std::max(shared + 12, shared + whole + 4));
 }
 
-TEST(StepTime, GroupsAreConnectedThroughOthers) {
+TEST(MicroBatchTime, GroupsAreConnectedThroughOthers) {
   // 0-1 and 2-3 share by twos; one of all four connects them.
   const MicroBatchPlan plan(unit_input({{4}, {4}, {4}, {9}}, "g4/2/1n1"), "any",
                             {at(0, 0, 2), at(0, 2, 2), at(0, 0, 4), at(0, 3, 1)});
   for (const RankTime& rank : predict_micro_batch(plan).ranks) EXPECT_EQ(rank.group, Rank(0));
 }
 
-TEST(StepTime, SpeedShortensComputeAndNotTheExchange) {
+TEST(MicroBatchTime, SpeedShortensComputeAndNotTheExchange) {
   PlanInput in = unit_input({{8}, {}}, "g2n1");
   in.rank_speed = {2, 1};
-  const StepTime step = predict_micro_batch(MicroBatchPlan(in, "any", {at(0, 0, 2)}));
+  const MicroBatchTime step = predict_micro_batch(MicroBatchPlan(in, "any", {at(0, 0, 2)}));
   EXPECT_DOUBLE_EQ(step.ranks[0].forward.token_s, 24 * 4 / 2.0);
   EXPECT_DOUBLE_EQ(step.ranks[0].forward.shared_attention_s, 4 * 64 / 2.0 / 2);
   EXPECT_DOUBLE_EQ(step.ranks[0].forward.exchange_s(), step.ranks[1].forward.exchange_s());
   EXPECT_DOUBLE_EQ(step.ideal_s, (24 * 8 + 4 * 64) / 3.0);
 }
 
-TEST(StepTime, LaterStagesOfKeysHideBehindAttention) {
+TEST(MicroBatchTime, LaterStagesOfKeysHideBehindAttention) {
   // One head on two ranks: each has half of the queries, and sends its half of k and v, in two stages.
   for (const double bytes_per_s : {1.0, 1e-3}) {
     PlanInput in = unit_input({{8}, {}}, "g2n1");
     in.model.num_heads = 1;
     in.cluster.node_bytes_per_s = bytes_per_s;
-    const StepTime at_once = predict_micro_batch([&] {
+    const MicroBatchTime at_once = predict_micro_batch([&] {
       in.attention_cuts = {{.degree = 2, .num_parts = 2}};
       return MicroBatchPlan(in, "any", {at(0, 0, 2)});
     }());
@@ -281,7 +281,7 @@ TEST(StepTime, LaterStagesOfKeysHideBehindAttention) {
   }
 }
 
-TEST(StepTime, SentPartsFollowNodesAndHeads) {
+TEST(MicroBatchTime, SentPartsFollowNodesAndHeads) {
   const Cluster cluster{.ranks_per_node = 2};
   const auto expect_part = [&](int32_t num_heads, int32_t rank, int32_t first, int32_t degree, double inside,
                                double between) {
@@ -301,14 +301,14 @@ TEST(StepTime, SentPartsFollowNodesAndHeads) {
   expect_part(3, 1, 0, 2, 2 / 3.0, 0);
 }
 
-TEST(StepTime, ARankHasTheAttentionOfItsHeads) {
+TEST(MicroBatchTime, ARankHasTheAttentionOfItsHeads) {
   // 12 heads over 8 ranks: four have 2, four have 1.
   PlanInput in = unit_input(std::vector<std::vector<int64_t>>(8, {80}), "g8n1");
   std::vector<Placement> placements(8, at(0, 0, 8));
   const double even_s = predict_micro_batch(MicroBatchPlan(in, "any", placements)).attention_s;
   in.model.num_heads = 12;
   const MicroBatchPlan plan(in, "any", placements);
-  const StepTime uneven = predict_micro_batch(plan);
+  const MicroBatchTime uneven = predict_micro_batch(plan);
   EXPECT_NEAR(uneven.attention_s, even_s * 8 * 2 / 12, 1e-9);
   EXPECT_NEAR(uneven.ranks[0].forward.shared_attention_s, 2 * uneven.ranks[7].forward.shared_attention_s, 1e-9);
   EXPECT_DOUBLE_EQ(plan.workload_after()[0] - plan.workload_after()[7], 4.0 * 8 * 80 * 80 / 12);
@@ -316,7 +316,7 @@ TEST(StepTime, ARankHasTheAttentionOfItsHeads) {
   EXPECT_DOUBLE_EQ(predict_micro_batch(MicroBatchPlan(in, "any", placements)).attention_s, uneven.attention_s);
 }
 
-TEST(StepTime, IsFiniteOnTheSlowestCluster) {
+TEST(MicroBatchTime, IsFiniteOnTheSlowestCluster) {
   constexpr double kMin = 1 / kMaxMagnitude;
   const MicroBatchPlan plan({.seq_lens = SequenceLengths::from_lists({{SequenceLengths::kMaxSequenceTokens}, {}}),
                              .topology = Topology::parse("g2n1"),
@@ -330,32 +330,32 @@ TEST(StepTime, IsFiniteOnTheSlowestCluster) {
   EXPECT_TRUE(std::isfinite(prediction_of(plan).gap()));
 }
 
-TEST(StepTime, AdaptersOnAFrozenBaseNeedNoGradientsOfIt) {
+TEST(MicroBatchTime, AdaptersOnAFrozenBaseNeedNoGradientsOfIt) {
   const MicroBatchPlan plan(input_of({{100}, {40}}, "g2n1"), "any", {at(0, 0, 2), at(0, 0, 2)});
   TrainedModel model = small_model();
-  const StepTime full = predict_on(plan, round_hardware(), model);
+  const MicroBatchTime full = predict_on(plan, round_hardware(), model);
   model.mode = StepMode::kLora;
-  const StepTime lora = predict_on(plan, round_hardware(), model);
+  const MicroBatchTime lora = predict_on(plan, round_hardware(), model);
   EXPECT_DOUBLE_EQ(lora.token_s, full.token_s * 3 / 4);
   EXPECT_DOUBLE_EQ(lora.attention_s, full.attention_s);
   EXPECT_DOUBLE_EQ(lora.exchange_s, full.exchange_s);
   model.mode = StepMode::kInference;
-  const StepTime inference = predict_on(plan, round_hardware(), model);
+  const MicroBatchTime inference = predict_on(plan, round_hardware(), model);
   EXPECT_DOUBLE_EQ(inference.token_s, full.token_s / 4);
   EXPECT_DOUBLE_EQ(inference.exchange_s, full.exchange_s / 3);
   EXPECT_DOUBLE_EQ(inference.route_s, full.route_s / 2);
 }
 
-TEST(StepTime, AStepTakesWhatItsSlowestReplicaTakes) {
+TEST(MicroBatchTime, AStepTakesWhatItsSlowestReplicaTakes) {
   const PlanInput in = input_of({{100}, {}, {300}, {}}, "g2n1");
   const MicroBatchPlan plan(in, "any", {at(0, 0, 2), at(1, 2, 2)});
-  const StepTime step = predict_on(plan, round_hardware(), small_model());
+  const MicroBatchTime step = predict_on(plan, round_hardware(), small_model());
   ASSERT_EQ(step.replica_block_s.size(), 2u);
   EXPECT_LT(step.replica_block_s[0], step.replica_block_s[1]);
   EXPECT_DOUBLE_EQ(step.blocks_s(), 3 * step.replica_block_s[1]);
 }
 
-TEST(StepTime, BytesAreThoseOfEveryChunkToEveryPeer) {
+TEST(MicroBatchTime, BytesAreThoseOfEveryChunkToEveryPeer) {
   for (uint64_t seed = 0; seed < 60; ++seed) {
     Cases cases(seed);
     PlanInput in = cases.input(true, 500);
@@ -395,7 +395,7 @@ TEST(StepTime, BytesAreThoseOfEveryChunkToEveryPeer) {
         if (peer / node != rank / node) attention_between += bytes;
       }
     }
-    const StepTime step = predict_micro_batch(plan);
+    const MicroBatchTime step = predict_micro_batch(plan);
     EXPECT_NEAR(route, step.route_bytes.total(), 1e-9 * route);
     EXPECT_NEAR(route_between, step.route_bytes.between, 1e-9 * route);
     EXPECT_NEAR(attention, step.attention_bytes.total(), 1e-9 * attention);
@@ -410,7 +410,7 @@ TEST(Accumulation, RanksThatWaitInEachMicroBatchTakeTheSum) {
     input.sequences.cluster.fixed_s = 0.25;
     input.sequences.model.num_parameters = 1e6;
     const Plan plan = cases.any_step(input);
-    const AccumulatedTime time = predict_step(plan);
+    const StepTime time = predict_step(plan);
     double sum_s = 0;
     for (const MicroBatchPlan& part : plan.plans()) sum_s += step_s(part);
     EXPECT_DOUBLE_EQ(time.total_s, sum_s);

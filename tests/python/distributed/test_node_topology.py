@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from knapformer.nodes import node_topology
+from knapformer.node_topology import node_topology
 from ranks import run_ranks
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -82,7 +82,7 @@ def test_more_ranks_than_a_node_has_accelerators(
     on_accelerators: bool, no_launcher: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backends = {"cuda": "nccl"} if on_accelerators else {}
-    monkeypatch.setattr("knapformer.nodes.accelerator_backends", lambda group: backends)
+    monkeypatch.setattr("knapformer.node_topology.accelerator_backends", lambda group: backends)
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 4)
     found = _topology_of_8()
     assert ("sees 4 accelerators, expected LOCAL_WORLD_SIZE" in found) == on_accelerators

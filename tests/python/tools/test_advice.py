@@ -15,8 +15,8 @@ from knapformer.adapters.balance import balance, balanced, unbalance
 from knapformer.tools.cli import main
 from knapformer.tools.doctor.advice import code_of
 from knapformer.tools.doctor.alternatives import alternatives
-from knapformer.tools.lengths import MaskedLength
 from knapformer.tools.presets import PRESETS
+from knapformer.tools.rank_lengths import MaskedLength
 from knapformer.tools.ways import Draw, Planning
 
 import knapformer

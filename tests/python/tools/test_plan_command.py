@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 from knapformer.tools.cli import main
-from knapformer.tools.lengths import micro_batches_of_step
 from knapformer.tools.plan.command import topology_for
 from knapformer.tools.presets import PRESETS
+from knapformer.tools.rank_lengths import micro_batches_of_step
 from printed import MIXED, run
 
 import knapformer as kf

@@ -7,8 +7,8 @@ import re
 import pytest
 from knapformer.tools.cli import main
 from knapformer.tools.doctor.alternatives import alternatives, ranked, sharing, simulate
-from knapformer.tools.lengths import MaskedLength
-from knapformer.tools.sample_files import lengths_of, read_samples
+from knapformer.tools.lengths_files import lengths_of, read_samples
+from knapformer.tools.rank_lengths import MaskedLength
 from knapformer.tools.ways import Draw, Planning
 from masks import dense_mask
 

@@ -266,12 +266,12 @@ class BranchAndBound {
       if (--trials_left_ <= 0) return;
       checks_.count(20);
       trees_.add(trees_.items()[i], v);
-      trees_.update_node(v);
+      trees_.update(v);
       const double time = std::max(slowest, trees_.state(v).time);
       node_[i] = v;
       if (time < best_time_ * (1 - 1e-12)) place(i + 1, time);
       trees_.remove(trees_.items()[i], v);
-      trees_.update_node(v);
+      trees_.update(v);
     }
   }
 
@@ -323,16 +323,6 @@ void improve(PlacementTrees& trees, std::vector<int32_t>& node_of_item, const Se
     // As many again: planning steps takes 1.2 times as long, for 0.003 %. But half of them keep fewer limits of tokens.
     if (!trees.enforces_limit()) of_round.num_moves /= 2;
   }
-}
-
-int64_t num_moves(const PlacementTrees& trees, int64_t effort) {
-  // In a small instance a move is worth more, and there is time for more of them. Half or twice as many for an item
-  // change plans by 0.1 %, and planning takes 0.6 or 1.6 times as long.
-  constexpr int64_t kMin = 2000, kMax = 125'000, kPerItem = 140;
-  // Where construction does not keep the limit of tokens, low effort searches as well.
-  if (effort >= 0) return trees.enforces_limit() && !trees.keeps_limit() ? std::max(effort, kMin) : effort;
-  const int64_t moves = std::clamp(kPerItem * std::ssize(trees.items()), kMin, kMax);
-  return effort == Effort::kHigh ? 50 * moves : moves;
 }
 
 uint64_t random_key(const PlanInput& input, int32_t replica) {

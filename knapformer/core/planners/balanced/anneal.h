@@ -47,8 +47,6 @@ bool place_few(PlacementTrees& trees, std::span<const int32_t> groups, std::vect
 /// Anneals the placement, which is left in the trees. It is never slower than before.
 void improve(PlacementTrees& trees, std::vector<int32_t>& node_of_item, const SearchOptions& options);
 
-/// The moves of an effort (Effort::moves).
-int64_t num_moves(const PlacementTrees& trees, int64_t effort);
 /// What a replica's plan depends on: its own lengths.
 uint64_t random_key(const PlanInput& input, int32_t replica);
 

@@ -52,7 +52,7 @@ bool Construction::place_alone(const TreeItem& item, int32_t v) {
   const bool fits = fit_by_ == FitBy::kAlone || trees_.group_time(v) + trees_.cost(item, v) <= target_;
   if (!fits || trees_.state(v).tokens + item.tokens > n.token_capacity) return false;
   trees_.add(item, v);
-  trees_.update_node(v);
+  trees_.update(v);
   is_stale_[n.bag] = 1;
   return true;
 }

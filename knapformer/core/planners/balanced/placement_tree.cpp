@@ -94,8 +94,6 @@ void PlacementTrees::add_bag(const PlanInput& input, const AttentionShares& shar
       if (k > 0) {
         n.num_children = level.degree / levels[k - 1].degree;
         n.first_child = root + levels[k - 1].offset + i * n.num_children;
-      } else {
-        n.first_child = root;  // never read
       }
       const PlanInput::GroupSpeed speed = input.group_speed(Rank(n.first_rank), n.degree);
       n.time_per_token = time_per_token / speed.sum;

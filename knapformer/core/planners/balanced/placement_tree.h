@@ -27,9 +27,8 @@
 // sequences hides pre_attn. With each term's maximum over the group's ranks, post_attn + max(whole + shared, shared +
 // pre_attn) is an upper bound.
 //
-// All these times are at least what cost/step_time.h predicts where attention hides later stages of keys, and equal if
-// the phases of a group are all longest on the same rank: a plan that is good by these times is good however phases
-// overlap.
+// None of these times is below the prediction of cost/step_time.h, where attention hides later stages of keys. They are
+// equal if one rank of the group is the longest in every phase.
 //
 // A node's state follows from its children's states and its own sequences in a few operations, and a change of one node
 // changes only that node and the nodes above it. Times are of a block, all passes, in units of the replica's ideal
@@ -63,7 +62,7 @@ class PlacementTrees {
     // Constant, except for the limit of tokens.
     int32_t degree = 1;
     int32_t parent = -1;
-    int32_t first_child = -1;
+    int32_t first_child = 0;  // of no meaning without children
     int32_t num_children = 0;
     int32_t bag = 0;                        // within the replica, counted on through the micro-batches
     int32_t first_rank = 0;                 // of the whole group
@@ -96,8 +95,9 @@ class PlacementTrees {
   /// Builds the trees of the replica's bags, which each of several micro-batches has. `stride`: of so many bags and of
   /// so many sequences one is taken, for a sample, which is not to be asked for placements.
   PlacementTrees(const PlanInput& input, int32_t replica, int32_t num_micro_batches = 1, int32_t stride = 1);
-  /// The time that each micro-batch is to take. What counts is how far a bag is above its level: from now on a bag's
-  /// time is that of its sequences, and what its level is below the highest one. Times are out of date until `clear`.
+  /// Sets the time that each micro-batch is to take, its level. From now on a bag's time is that of its sequences and
+  /// the highest level less its own, so that equal times are equally far above their levels. Call `clear` before times
+  /// are read.
   void set_levels(std::span<const double> levels_s);
 
   /// The time unit, in seconds.
@@ -126,6 +126,7 @@ class PlacementTrees {
   bool enforces_limit() const { return std::isfinite(nodes_[0].token_capacity); }
   /// Whether the tokens of every group are within the input's limit.
   bool keeps_limit() const;
+  bool misses_enforced_limit() const { return enforces_limit() && !keeps_limit(); }
 
   /// Time that the item adds to each rank of the node, cut evenly.
   double cost(const TreeItem& item, int32_t v) const {
@@ -142,7 +143,8 @@ class PlacementTrees {
   void update_path(int32_t v) {
     for (; v >= 0; v = node(v).parent) update(v);
   }
-  void update_node(int32_t v) { update(v); }
+  /// Brings v alone up to date.
+  void update(int32_t v);
   void update_bag(int32_t bag);
   void update_all();
   /// Time of the connected group that v is in. If v is in none, the time as if v were one.
@@ -194,7 +196,6 @@ class PlacementTrees {
   int32_t top_of_group(int32_t v) const;
   /// The attention and the exchange of a connected group, without the part that is hidden.
   double attention_phase(const State& group) const;
-  void update(int32_t v);
   void change(const TreeItem& item, int32_t v, double sign);
 
   int64_t max_tokens_per_rank_ = 0;

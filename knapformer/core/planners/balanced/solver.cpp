@@ -47,7 +47,7 @@ std::vector<int32_t> longest_first(const PlacementTrees& trees, std::span<const 
 class ReplicaSolver {
  public:
   ReplicaSolver(const PlanInput& input, int32_t replica, Effort effort)
-      : input_(input), replica_(replica), effort_(effort.moves), trees_(input, replica) {
+      : input_(input), replica_(replica), effort_(effort), trees_(input, replica) {
     bound_ = std::max(1.0, replica_lower_bound_s(input, input.topology, replica) / trees_.unit_s());
   }
 
@@ -80,12 +80,12 @@ class ReplicaSolver {
       best = std::move(nodes);
     };
     const auto is_good = [&] { return best_time <= bound_ * Effort::kGoodStart; };
-    SearchOptions options{.num_moves = num_moves(trees_, effort_),
+    SearchOptions options{.num_moves = effort_.num_moves(std::ssize(trees_.items()), trees_.misses_enforced_limit()),
                           .key = random_key(input_, replica_),
                           .bound = bound_,
                           .good_enough = bound_ * Effort::kGoodEnough};
     // Nested bags try each degree: too long for a step of thousands of replicas, planned at low effort.
-    const bool is_flat = input_.topology.is_flat(), tries_few = is_flat || effort_ != Effort::kLow;
+    const bool is_flat = input_.topology.is_flat(), tries_few = is_flat || effort_.moves != Effort::kLow;
     if (!start.empty()) consider(start);
     for (const int32_t degree : trees_.degrees()) {
       if (is_good()) break;
@@ -101,7 +101,7 @@ class ReplicaSolver {
     // long. Never far: plans on slow links take 35 % longer; half or double: as long.
     constexpr double kNear = 1.01, kFar = 1.05;
     // Half: up to 44 % slower on slow links at low effort, 2 % at default; double: 0.3 % either way.
-    const int32_t num_targets = effort_ == Effort::kLow ? 3 : 4;
+    const int32_t num_targets = effort_.moves == Effort::kLow ? 3 : 4;
     if (!is_good()) consider(construction.place_under_targets(Construction::FitBy::kTime, bound_, num_targets));
     if (best_time > kFar * bound_)
       consider(construction.place_under_targets(Construction::FitBy::kAlone, bound_, num_targets));
@@ -125,15 +125,15 @@ class ReplicaSolver {
 
   const PlanInput& input_;
   int32_t replica_;
-  int64_t effort_;
+  Effort effort_;
   PlacementTrees trees_;
   double bound_ = 1;  // of the time, in the trees' unit
 };
 
 /// The better of two plans of an input: the one that keeps the limit of tokens, or is faster.
-MicroBatchPlan better_of(MicroBatchPlan a, MicroBatchPlan b) {
+MicroBatchPlan better_by_block(MicroBatchPlan a, MicroBatchPlan b) {
   const auto judged = [](const MicroBatchPlan& plan) {
-    const StepTime time = predict_micro_batch(plan);
+    const MicroBatchTime time = predict_micro_batch(plan);
     const double block_s = std::ranges::max(time.replica_block_s);
     return std::pair(!plan.keeps_limit(), plan.topology().is_flat() ? block_s : time.total_s());
   };
@@ -166,9 +166,9 @@ MicroBatchPlan plan_balanced(PlanInput input, Effort effort) {
   for (Placement& place : placements) place.bag = input.topology.bag_of(place.first_rank);
   MicroBatchPlan plan = finish(placements);
   for (const int32_t replica : wide) ReplicaSolver(input, replica, effort).place(placements, /*has_start=*/true);
-  if (!wide.empty()) plan = better_of(std::move(plan), finish(std::move(placements)));
+  if (!wide.empty()) plan = better_by_block(std::move(plan), finish(std::move(placements)));
   if (!input.topology.is_flat()) return plan;
-  return better_of(std::move(plan), MicroBatchPlan(input, "balanced", greedy_placements(input)));
+  return better_by_block(std::move(plan), MicroBatchPlan(input, "balanced", greedy_placements(input)));
 }
 
 }  // namespace knapformer

@@ -4,7 +4,7 @@
 #include <utility>
 #include <vector>
 
-#include "knapformer/core/planners/whole_step/micro_batches.h"
+#include "knapformer/core/planners/whole_step/step_solver.h"
 
 namespace knapformer {
 

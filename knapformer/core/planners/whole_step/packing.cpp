@@ -59,7 +59,7 @@ class Packer {
     for (size_t r = 0; r < trees_.size(); ++r) {
       trees_[r].set_levels(levels_s);
       improve(trees_[r], nodes_[r],
-              {.num_moves = num_moves(trees_[r], effort.moves),
+              {.num_moves = effort.num_moves(std::ssize(trees_[r].items()), trees_[r].misses_enforced_limit()),
                .key = random_key(input_, static_cast<int32_t>(r)),
                .bound = bound_s / trees_[r].unit_s(),
                .good_enough = enough_s / trees_[r].unit_s(),
@@ -114,7 +114,7 @@ double levels_time_s(const StepInput& input, std::vector<double> block_s) {
   const double sum_s = std::accumulate(block_s.begin(), block_s.end(), 0.0);
   const double highest_s = std::ranges::max(block_s);
   const double mean_over_highest = highest_s > 0 ? sum_s / input.num_micro_batches / highest_s : 1;
-  const double time_s = accumulated_s(input, block_s) + 0.01 * input.sequences.model.num_blocks * sum_s;
+  const double time_s = blocks_and_fsdp_s(input, block_s) + 0.01 * input.sequences.model.num_blocks * sum_s;
   return time_s * (1 + 2e-3 * (1 - mean_over_highest));
 }
 
@@ -256,7 +256,7 @@ std::optional<Packing> best_packing(const StepInput& input, int32_t num_micro_ba
   if (!best || effort.moves == Effort::kLow) return best;
   if (best_s <= levels_time_s(input, best->levels_s) * Effort::kGoodEnough) return best;
   // Annealing finds its way better from what shares the least. Always from there: joint's three micro-batches on the
-  // default cluster are 0.1 % longer; never: mixed's three are on links alone (the goals of micro_batches_test.cpp).
+  // default cluster are 0.1 % longer; never: mixed's three are on links alone (the goals of step_solver_test.cpp).
   constexpr double kAboutAsShort = 1.006;
   const auto alone = std::ranges::find(tried, kInfinity, &Levels::margin_s);
   Packing start = packer.pack(alone == tried.end() ? *best_levels : *alone);

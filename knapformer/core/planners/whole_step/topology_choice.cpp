@@ -84,7 +84,7 @@ void predict(Candidate& candidate, std::span<const PlanInput> batches, std::stri
     input.topology = Topology::parse(option.topology, batch.seq_lens.num_ranks());
     input.validate();
     const MicroBatchPlan plan = plan_micro_batch(std::move(input), solver);
-    const StepTime time = predict_micro_batch(plan);
+    const MicroBatchTime time = predict_micro_batch(plan);
     option.predicted_time_s += weight * time.total_s();
     for (const Placement& place : plan.placements())
       candidate.max_degree = std::max(candidate.max_degree, place.degree);

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from knapformer.tools.doctor.alternatives import Alternative
-from knapformer.tools.lengths import has_masks
 from knapformer.tools.presets import Preset
+from knapformer.tools.rank_lengths import has_masks
 from knapformer.tools.ways import Draw
 
 _SAMPLER = """\

@@ -15,7 +15,7 @@ from typing import Any
 
 from knapformer import ArgumentError, Topology, TopologyOption, attention_pairs, rank_topologies
 from knapformer._core import plan_home_bags
-from knapformer.tools.lengths import Lengths, MaskedLength, lengths_of_step, micro_batches_of_step
+from knapformer.tools.rank_lengths import Lengths, MaskedLength, lengths_of_step, micro_batches_of_step
 from knapformer.tools.ways import Draw, Step, Way, at_home, planned_whole
 
 _MAX_BUCKETS = 32

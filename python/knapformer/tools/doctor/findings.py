@@ -17,8 +17,8 @@ from knapformer.tools.doctor.memory import MemoryModel
 from knapformer.tools.doctor.verdict import Verdict
 from knapformer.tools.draws import Source
 from knapformer.tools.files import show, table_of
-from knapformer.tools.lengths import has_masks
 from knapformer.tools.presets import DEFAULT_PRESET, Preset
+from knapformer.tools.rank_lengths import has_masks
 from knapformer.tools.settings import assumed, settings_dict
 from knapformer.tools.ways import Draw, heads_text
 

@@ -48,7 +48,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     cli_args.check_torch()
     from knapformer.adapters.named import load_config
-    from knapformer.tools.sample_files import lengths_of
+    from knapformer.tools.lengths_files import lengths_of
     from knapformer.tools.simulate.steps import Simulation, batches_of
     from knapformer.tools.simulate.worker import simulate
 

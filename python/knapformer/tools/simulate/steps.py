@@ -17,7 +17,7 @@ from knapformer import ArgumentError, DataMix, Plan, Sample
 from knapformer.adapters.named import ModelConfig
 from knapformer.tools.doctor.alternatives import Alternative, baselines
 from knapformer.tools.draws import batches_of_step
-from knapformer.tools.lengths import Lengths
+from knapformer.tools.rank_lengths import Lengths
 from knapformer.tools.ways import NO_BALANCER, PLANNED_STEP, Draw, Planning, Step, by_micro_batch, planned_whole
 
 

@@ -23,7 +23,7 @@ TEST(PlacementTrees, AGroupTakesNoLongerThanTheClockSays) {
     const MicroBatchPlan any = cases.any_plan(in);
     const std::vector<Placement> placements(any.placements().begin(), any.placements().end());
     const MicroBatchPlan plan(in, "any", placements, uneven_chunk_lens(in, placements));
-    const StepTime time = predict_micro_batch(plan);
+    const MicroBatchTime time = predict_micro_batch(plan);
     for (int32_t replica = 0; replica < in.topology.num_replicas(); ++replica) {
       PlacementTrees trees(in, replica);
       for (const TreeItem& item : trees.items()) trees.add(item, trees.node_of(placements[item.id.index()]));

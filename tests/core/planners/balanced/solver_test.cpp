@@ -9,7 +9,7 @@
 
 #include "knapformer/core/planners/planner.h"
 #include "knapformer/core/planners/token_limit.h"
-#include "knapformer/core/planners/whole_step/micro_batches.h"
+#include "knapformer/core/planners/whole_step/step_solver.h"
 #include "knapformer/core/util/error.h"
 #include "tests/core/cases.h"
 #include "tests/core/mixes.h"
@@ -157,7 +157,7 @@ TEST(BalancedSolver, EveryReplicaIsSolvedForItself) {
                         .workload = {}};
   const MicroBatchPlan plan = balanced(in);
   plan.validate();
-  const StepTime time = predict_micro_batch(plan);
+  const MicroBatchTime time = predict_micro_batch(plan);
   for (size_t i = 0; i < alone.size(); ++i)
     EXPECT_NEAR(time.replica_block_s[i], alone[i], 1e-12 * alone[i]) << "replica " << i;
 }

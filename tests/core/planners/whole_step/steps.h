@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "knapformer/core/cost/step_time.h"
-#include "knapformer/core/planners/whole_step/micro_batches.h"
+#include "knapformer/core/planners/whole_step/step_solver.h"
 #include "tests/core/cases.h"
 #include "tests/core/mixes.h"
 

@@ -10,7 +10,7 @@ import torch
 from distributed.ranks import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
-from knapformer.attention.packing import (
+from knapformer.attention.packed_rows import (
     Rotation,
     Segments,
     TwoStreams,

@@ -21,8 +21,8 @@ from knapformer import ArgumentError
 from knapformer._core import MAX_SEQUENCE_TOKENS
 from knapformer.json_file import parse_json
 from knapformer.lengths_log import read_log
-from knapformer.tools.lengths import MaskedLength, has_masks
 from knapformer.tools.presets import DEFAULT_PRESET, PRESETS, Preset
+from knapformer.tools.rank_lengths import MaskedLength, has_masks
 
 FORMATS = ("json", "jsonl", "ndjson", "txt", "csv", "tsv", "parquet")
 _BATCH_ROWS = 1 << 16
@@ -50,7 +50,7 @@ class BadRowError(Exception):
 
 
 @dataclass
-class Samples:
+class SampleFile:
     """What a file held.
 
     lengths: in tokens, of each sample; a MaskedLength where the file gives it a mask. steps: lists of lengths,
@@ -140,7 +140,7 @@ class Columns:
         return _tokens(self._preset.num_tokens(width, height, frames, text))
 
 
-def read_samples(path: str, preset: Preset | None, columns: Mapping[str, str] | None = None) -> Samples:
+def read_samples(path: str, preset: Preset | None, columns: Mapping[str, str] | None = None) -> SampleFile:
     """path: a file, or the folder of a log of knapformer.record.
 
     preset: turns sizes into tokens; None where samples must have lengths. columns: names of the columns to read, by
@@ -149,7 +149,7 @@ def read_samples(path: str, preset: Preset | None, columns: Mapping[str, str] | 
     Raises ArgumentError where nothing usable is found, or columns or the preset are ambiguous; OSError where the file
     cannot be read.
     """
-    samples, known = Samples(), dict[tuple[str, ...], Columns]()
+    samples, known = SampleFile(), dict[tuple[str, ...], Columns]()
 
     def length_of(value: Any) -> int:
         if not isinstance(value, dict):
@@ -178,7 +178,7 @@ def read_samples(path: str, preset: Preset | None, columns: Mapping[str, str] | 
     return samples
 
 
-def _step(step: list[Any], samples: Samples, length_of: Callable[[Any], int]) -> list[list[int]]:
+def _step(step: list[Any], samples: SampleFile, length_of: Callable[[Any], int]) -> list[list[int]]:
     """A batch as it was drawn: for each rank a list of lengths, or of objects."""
     if not step or not all(isinstance(lens, list) for lens in step):
         raise BadRowError("got a list, expected a list of lengths for each rank")
@@ -193,7 +193,7 @@ def _step(step: list[Any], samples: Samples, length_of: Callable[[Any], int]) ->
     return checked
 
 
-def _all_of(path: str) -> Samples:
+def _all_of(path: str) -> SampleFile:
     """For commands that say nothing of rows left out."""
     samples = read_samples(path, None)
     if samples.bad_rows:
@@ -212,7 +212,7 @@ def lengths_of(path: str) -> Sequence[int]:
     return lengths
 
 
-def read_batches(path: str) -> Samples:
+def read_batches(path: str) -> SampleFile:
     """Of a file that has batches as they were drawn. Raises ArgumentError, OSError."""
     samples = _all_of(path)
     if not samples.steps or sum(len(lens) for step in samples.steps for lens in step) != len(samples.lengths):

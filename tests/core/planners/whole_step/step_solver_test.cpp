@@ -1,5 +1,5 @@
 // The planner of a step: its promises on random steps, the best of all on tiny ones, and what it reaches on the mixes.
-#include "knapformer/core/planners/whole_step/micro_batches.h"
+#include "knapformer/core/planners/whole_step/step_solver.h"
 
 #include <gtest/gtest.h>
 
@@ -224,8 +224,8 @@ TEST(MicroBatches, OnTheDefaultClusterStepsAreNearTheIdeal) {
       input.sequences.cluster = {};
       input.sequences.model = {.routed = false};
       const auto over = [&](Effort effort) {
-        const AccumulatedTime time = predict_step(plan_step(input, "balanced", effort));
-        return time.total_s / time.ideal_s / 6;
+        const StepTime time = predict_step(plan_step(input, "balanced", effort));
+        return time.total_s / time.ideal_step_s / 6;
       };
       over_ideal += over({});
       low += over({.moves = Effort::kLow});

@@ -3,8 +3,8 @@
 import json
 
 import pytest
+from knapformer.tools.lengths_files import lengths_of, read_samples
 from knapformer.tools.presets import PRESETS
-from knapformer.tools.sample_files import lengths_of, read_samples
 
 import knapformer as kf
 

@@ -1,4 +1,4 @@
-#include "knapformer/core/plan/heads.h"
+#include "knapformer/core/plan/attention_shares.h"
 
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-#include "knapformer/core/planners/attention_cuts.h"
+#include "knapformer/core/planners/cuts_and_stages.h"
 
 #include <gtest/gtest.h>
 

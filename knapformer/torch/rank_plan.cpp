@@ -1,4 +1,4 @@
-#include "knapformer/torch/planning.h"
+#include "knapformer/torch/rank_plan.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
@@ -13,7 +13,7 @@
 #include <string>
 #include <utility>
 
-#include "knapformer/core/planners/whole_step/micro_batches.h"
+#include "knapformer/core/planners/whole_step/step_solver.h"
 #include "knapformer/core/util/error.h"
 
 namespace knapformer {

@@ -1,4 +1,4 @@
-#include "knapformer/core/planners/attention_cuts.h"
+#include "knapformer/core/planners/cuts_and_stages.h"
 
 #include <algorithm>
 
@@ -44,7 +44,8 @@ bool is_fair(const AttentionShares& shares, int32_t degree) {
   return least > 0 && 3 * most <= 4 * least;
 }
 
-/// load: of one group of the degree. whole_s: attention of a rank on whole sequences, which hides what travels first.
+/// load: of one group of this degree. whole_s: attention of each rank on whole sequences; meanwhile the first keys
+/// travel.
 AttentionCut best_cut(const PlanInput& input, Rank first_rank, int32_t degree, const SharedLoad& load, double whole_s) {
   AttentionCut best{.degree = degree, .num_parts = degree};
   double best_s = kInfinity;

@@ -1,4 +1,5 @@
-// Which ranks share queries as well as heads, for each degree of a topology.
+// How the ranks of a group cut attention, for each degree of a topology: into parts of the heads and of the queries,
+// and in how many stages keys travel.
 #pragma once
 
 #include "knapformer/core/plan/micro_batch_plan.h"

@@ -1,4 +1,4 @@
-#include "knapformer/core/planners/whole_step/micro_batches.h"
+#include "knapformer/core/planners/whole_step/step_solver.h"
 
 #include <algorithm>
 #include <cmath>
@@ -9,8 +9,8 @@
 
 #include "knapformer/core/cost/bounds.h"
 #include "knapformer/core/cost/step_time.h"
-#include "knapformer/core/planners/attention_cuts.h"
 #include "knapformer/core/planners/balanced/last_steps.h"
+#include "knapformer/core/planners/cuts_and_stages.h"
 #include "knapformer/core/planners/planner.h"
 #include "knapformer/core/planners/token_limit.h"
 #include "knapformer/core/planners/whole_step/packing.h"
@@ -23,12 +23,12 @@ namespace {
 constexpr size_t kFewSequences = 4096;
 /// Shorter by more than the rounding of sums in another order.
 constexpr double kShorter = 1 - 1e-12;
-/// What takes long to plan, or holds the most tokens, is not planned for a step that is shorter by less. Half or double
+/// A plan that takes long to make, or holds the most tokens, must shorten the step by this factor. Half or double
 /// changes steps by less than 0.01 %.
 constexpr double kHardly = 1.001;
-/// Where ranks wait once, all sequences are only put into one micro-batch if the step is so much shorter. Half: steps
-/// of joint at low effort are 0.1 % shorter and hold more tokens; double: 0.2 % longer.
-constexpr double kLonger = 1.02;
+/// Where ranks wait once, one micro-batch of all sequences must shorten the step by this factor. Half: steps of joint
+/// at low effort are 0.1 % shorter and hold more tokens; double: 0.2 % longer.
+constexpr double kMustGain = 1.02;
 
 class StepSolver {
  public:
@@ -38,15 +38,15 @@ class StepSolver {
 
   Plan solve() {
     if (input_.sync == StepSync::kStep) consider_sums();
-    if (!best_ && blocks_lower_bound_s(input_) > 0) {
+    if (!best_ && blocks_lower_bound_s(input_) > 0) {  // where there is work
       if (const auto packing = pack_by_time(input_, num_usable(), effort_)) consider(*packing);
     }
     const SequenceLengths& seq_lens = input_.sequences.seq_lens;
     const size_t num_sequences = seq_lens.lens().size();
-    consider_planned(micro_batches_as_given(seq_lens, input_.num_micro_batches),
-                     num_sequences <= kFewSequences ? 1 : kHardly);
+    consider_as_assigned(micro_batches_as_given(seq_lens, input_.num_micro_batches),
+                         num_sequences <= kFewSequences ? 1 : kHardly);
     // One micro-batch of all sequences holds the most tokens.
-    if (input_.sync == StepSync::kMicroBatch) consider_planned(std::vector<int32_t>(num_sequences, 0), kHardly);
+    if (input_.sync == StepSync::kMicroBatch) consider_as_assigned(std::vector<int32_t>(num_sequences, 0), kHardly);
     for (const bool in_whole_bags : {false, true}) {
       if (!best_) consider(pack_by_tokens(input_.sequences, num_usable(), in_whole_bags));
     }
@@ -57,7 +57,7 @@ class StepSolver {
   }
 
  private:
-  /// handicap: at least so many times as short must the plan be as the best so far.
+  /// Keeps the plan if its time, multiplied by `handicap`, is below that of the best so far.
   void consider(Plan plan, double handicap = 1) {
     const double time_s = predict_step(plan).total_s;
     if (best_ && time_s * handicap >= best_s_ * kShorter) return;
@@ -92,7 +92,7 @@ class StepSolver {
       std::vector<int64_t> chunk_lens = uneven_chunk_lens(inputs[k], placements[k]);
       MicroBatchPlan packed(std::move(inputs[k]), "packed", std::move(placements[k]), std::move(chunk_lens));
       std::optional<MicroBatchPlan> plan =
-          better_of(std::move(packed), k < packing.levels_s.size() ? packing.levels_s[k] : 0);
+          packed_or_planned(std::move(packed), k < packing.levels_s.size() ? packing.levels_s[k] : 0);
       if (!plan) return;
       plans.push_back(*std::move(plan));
     }
@@ -100,11 +100,11 @@ class StepSolver {
   }
 
   /// `plan`, or the planner's plan where that may be much shorter and is. Nothing if neither keeps the limit of tokens.
-  std::optional<MicroBatchPlan> better_of(MicroBatchPlan plan, double level_s) const {
+  std::optional<MicroBatchPlan> packed_or_planned(MicroBatchPlan plan, double level_s) const {
     // Half or double: steps change by 0.02 %.
     const double tolerance = effort_.moves == Effort::kLow ? 1.005 : 1.002;
     const bool is_kept = plan.keeps_limit();
-    const StepTime time = predict_micro_batch(plan);
+    const MicroBatchTime time = predict_micro_batch(plan);
     bool is_good = is_kept;
     for (int32_t r = 0; r < plan.topology().num_replicas() && is_good; ++r) {
       const double least_s = std::max(level_s, replica_lower_bound_s(plan.input(), plan.topology(), r));
@@ -175,9 +175,9 @@ class StepSolver {
     // Ranks that share may have unequal work of their own, which evens out only within one micro-batch.
     if (sums->attention_tokens_moved() > 0) {
       const auto last = static_cast<int32_t>(num_micro_batches - 1);  // after which gradients are reduced
-      consider_cut(*sums, std::vector<int32_t>(order.size(), last), kLonger);
+      consider_cut(*sums, std::vector<int32_t>(order.size(), last), kMustGain);
     }
-    const StepTime time = predict_micro_batch(*sums);
+    const MicroBatchTime time = predict_micro_batch(*sums);
     const double block_s = std::ranges::max(time.replica_block_s);
     return best_ && block_s <= kHardly * blocks_lower_bound_s(input_);
   }
@@ -194,8 +194,9 @@ class StepSolver {
     consider(Plan(input_, std::move(micro_batches), std::move(plans)), handicap);
   }
 
-  /// The micro-batches planned one by one, until even what is planned and the lower bound of the rest are no shorter.
-  void consider_planned(std::vector<int32_t> micro_batches, double handicap) {
+  /// Plans one micro-batch after another. Stops once those planned, with the lower bounds of the rest, take no less
+  /// time than the best step so far.
+  void consider_as_assigned(std::vector<int32_t> micro_batches, double handicap) {
     const std::vector<PlanInput> inputs = micro_batch_inputs(input_, micro_batches);
     const auto fits = [](const PlanInput& input) { return least_token_limit(input, 1) <= input.max_tokens_per_rank; };
     if (!std::ranges::all_of(inputs, fits)) return;

@@ -1,5 +1,5 @@
-// From the lengths of all ranks to a step that is ready to run, with the tables by which its tensors move: what needs
-// no other rank, on any thread.
+// From the lengths of all ranks to a step that is ready to run, with the tables by which its tensors move. All but the
+// comparison of plans needs no other rank, and may run on any thread.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -50,7 +50,7 @@ class EpochOrder:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepPlanner:
+class EpochSteps:
     """lengths, work, masks, topology, drop_last, allow_empty, max_tokens_per_rank: as BalancedBatchSampler takes them.
     num_samples: of an epoch; step_size: of a step, of all ranks."""
 
