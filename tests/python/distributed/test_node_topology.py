@@ -7,11 +7,11 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from knapformer.node_topology import node_topology
+from knapformer.node_topology import _LAUNCHERS, node_topology
 from ranks import run_ranks
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from knapformer import ArgumentError, SequenceBalancer, nodes
+from knapformer import ArgumentError, SequenceBalancer
 
 EXPECTED = {"2": "g2/1n2", "4": "g4/2/1n1", "1": "g1n4", "3": None}
 
@@ -91,7 +91,7 @@ def test_more_ranks_than_a_node_has_accelerators(
 
 @pytest.fixture
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for launcher in nodes._LAUNCHERS:
+    for launcher in _LAUNCHERS:
         for name in filter(None, launcher):
             monkeypatch.delenv(name, raising=False)
 

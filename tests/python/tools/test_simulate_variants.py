@@ -12,7 +12,7 @@ import pytest
 from knapformer.adapters.named import load_config
 from knapformer.tools.settings import trained_model
 from knapformer.tools.simulate.results import Measured, Variant, figures, sentences
-from knapformer.tools.simulate.steps import Simulation, StepData, VariantStep, batches_of
+from knapformer.tools.simulate.variants import Simulation, StepData, VariantStep, batches_of
 from knapformer.tools.simulate.worker import balancer_of
 from knapformer.tools.ways import NO_BALANCER, PLANNED_STEP, Planning, Step
 

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> None:
     cli_args.check_torch()
     from knapformer.adapters.named import load_config
     from knapformer.tools.lengths_files import lengths_of
-    from knapformer.tools.simulate.steps import Simulation, batches_of
+    from knapformer.tools.simulate.variants import Simulation, batches_of
     from knapformer.tools.simulate.worker import simulate
 
     num_ranks = check_ranks(args.ranks)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from knapformer import TrainedModel, predict_step
 from knapformer.tools.files import cells_of, show, table_of, write_json
-from knapformer.tools.simulate.steps import Simulation
+from knapformer.tools.simulate.variants import Simulation
 from knapformer.tools.ways import NO_BALANCER, Step, measured
 
 

@@ -27,7 +27,7 @@ from knapformer.tools.measure.blocks import sharded_model
 from knapformer.tools.measure.environment import default_dtype, environment
 from knapformer.tools.measure.timing import synchronize
 from knapformer.tools.simulate.results import Measured, Variant, report
-from knapformer.tools.simulate.steps import SeededSample, Simulation
+from knapformer.tools.simulate.variants import SeededSample, Simulation
 
 
 def simulate(simulation: Simulation, device: torch.device) -> None:
