@@ -95,8 +95,8 @@ void bind_step_time(py::module_& m) {
       .def_readonly("between", &Traffic::between, "To ranks of other nodes.")
       .def_property_readonly("total", &Traffic::total, "inside plus between.");
 
-  py::class_<MicroBatchTime> step(m, "StepTime",
-                                  "Predicted time of a step: the terms of its slowest replica and group, in seconds.");
+  py::class_<MicroBatchTime> step(
+      m, "StepTime", "Predicted seconds of a step of one micro-batch: terms of its slowest replica and group.");
   bind_fields<StepTerms>(step);
   const auto property = properties_of(step);
   property("terms", "Seconds of each term, by name; they add up to total_s.",

@@ -5,7 +5,7 @@
 //   const Step step = balancer.current();                 // which moves tensors: step.h
 //
 // Ranks has its groups, and makes an error on one rank an error on all; the rest of planning, for which no other rank
-// is needed, is in planning.h. The calls of the published method, which go by the step in force (that of the last
+// is needed, is in rank_plan.h. The calls of the published method, which go by the step in force (that of the last
 // plan), are Python's.
 //
 // Methods that plan are collective: all ranks of the group call them in the same order, also ranks without sequences.

@@ -51,8 +51,8 @@ class EpochOrder:
 
 @dataclass(frozen=True, kw_only=True)
 class EpochSteps:
-    """lengths, work, masks, topology, drop_last, allow_empty, max_tokens_per_rank: as BalancedBatchSampler takes them.
-    num_samples: of an epoch; step_size: of a step, of all ranks."""
+    """Samples and plan of each step. lengths, work, masks, topology, drop_last, allow_empty, max_tokens_per_rank: as
+    BalancedBatchSampler takes them. num_samples: of an epoch; step_size: of a step, of all ranks."""
 
     lengths: Tensor
     work: Tensor | None

@@ -164,7 +164,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         epoch_size = size if of_repeats is None else int(of_repeats.sum())
         self._order = EpochOrder(epoch_size, shuffle, seed, of_repeats, of_weights)
         self._rank = rank
-        self._planner = EpochSteps(
+        self._steps = EpochSteps(
             lengths=lengths, work=work, masks=masks, topology=f"g1n{num_replicas}" if topology is None else topology,
             cost=dataclasses.replace(cost, model=(cost.model or TrainedModel()).replace(routed=False),
                                      effort="low" if cost.effort is None else cost.effort),
@@ -174,18 +174,18 @@ class BalancedBatchSampler(Sampler[list[int]]):
         )  # fmt: skip
         of_samples = {"lengths": lengths, "work": work, "masks": masks}
         drawn = {"weights": of_weights, "repeats": of_repeats}
-        planned = self._planner.checked(of_weights, of_repeats)
-        self._arguments = given | vars(self._planner.cost) | of_samples | drawn | {"num_replicas": num_replicas}
+        planned = self._steps.checked(of_weights, of_repeats)
+        self._arguments = given | vars(self._steps.cost) | of_samples | drawn | {"num_replicas": num_replicas}
         for name in ("cluster", "model", "num_heads"):  # fields of these are among the plan's settings
             del self._arguments[name]
         # In one form, whatever form they were given in.
         self._arguments |= {"topology": str(planned.topology), **dict(planned.settings)}
         self._next_pass = _Pass(epoch=0, first=0)
         self._pass = self._next_pass  # of which the methods speak
-        self._planner.check_last_step(0)
+        self._steps.check_last_step(0)
         self._lowest_epoch: int | None = None  # that of the state loaded last
         keep_lists(BalancedBatchSampler)
-        bags = Topology(self._planner.topology, num_replicas)
+        bags = Topology(self._steps.topology, num_replicas)
         gives_shared_samples(self, bags, "placed=True for its samples")
         self._is_asked = all(len(bag) == 1 for bag in bags.bags)  # what a rank computes of its samples
 
@@ -205,14 +205,14 @@ class BalancedBatchSampler(Sampler[list[int]]):
                 "load_state_dict: its position was taken by a pass that was left before its end (next(iter(loader)), "
                 "say), expected load_state_dict again, or set_epoch with another epoch"
             )
-        self._planner.check_last_step(own.first)
+        self._steps.check_last_step(own.first)
         if last.is_done:
             self._warn_of_parts()
         self._next_pass = _Pass(own.epoch, 0)
         own.is_running = True
         try:
-            for step in range(self._planner.num_steps(own.first)):
-                for micro_batch in range(self._planner.micro_batches):
+            for step in range(self._steps.num_steps(own.first)):
+                for micro_batch in range(self._steps.micro_batches):
                     indices = [index for index, _, _ in self._chunks(own, step, micro_batch)]
                     self._pass = own  # another iterator may have begun since: "this pass" is that of the last list
                     own.num_lists += 1
@@ -225,7 +225,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         """The number of lists in a pass: the micro-batches of its steps."""
-        return self._planner.num_steps(self._pass.first) * self._planner.micro_batches
+        return self._steps.num_steps(self._pass.first) * self._steps.micro_batches
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the order of the next pass, which starts at the epoch's first sample, unless a state of this epoch was
@@ -255,10 +255,10 @@ class BalancedBatchSampler(Sampler[list[int]]):
             the sample's length. None: all. All but a tensor or an array of int64 is converted in each call.
         """
         samples = self._samples(self._pass, self._asked(step))
-        lengths = self._planner.lengths[samples]
+        lengths = self._steps.lengths[samples]
         if counted is None:
             return int(lengths.sum())
-        values = checked_integers("counted", counted, len(self._planner.lengths))[samples]
+        values = checked_integers("counted", counted, len(self._steps.lengths))[samples]
         for k in ((values < 0) | (values > lengths)).nonzero()[:1].flatten().tolist():
             raise ArgumentError(
                 f"counted: got {values[k]} for sample {samples[k]}, expected 0 to {lengths[k]}, its length"
@@ -272,7 +272,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     def plan(self, step: int, micro_batch: int) -> Plan:
         """The plan of a micro-batch of this pass, the same on all ranks: for SequenceBalancer.follow."""
-        return self.step_plan(step).plans[integer("micro_batch", micro_batch, 0, self._planner.micro_batches - 1)]
+        return self.step_plan(step).plans[integer("micro_batch", micro_batch, 0, self._steps.micro_batches - 1)]
 
     def chunks(self, step: int, micro_batch: int) -> list[tuple[int, int, int]]:
         """What this rank computes in a micro-batch of this pass: (index, begin, end) of each entry of its list, in
@@ -297,9 +297,9 @@ class BalancedBatchSampler(Sampler[list[int]]):
             that it is to leave out.
         """
         own = self._pass
-        num_whole = own.num_lists // self._planner.micro_batches
+        num_whole = own.num_lists // self._steps.micro_batches
         if num_steps is not None:
-            most = num_whole if own.num_lists > 0 else self._planner.num_steps(own.first)
+            most = num_whole if own.num_lists > 0 else self._steps.num_steps(own.first)
             num_whole = integer("num_steps", num_steps, 0, most)
         else:
             if num_whole > own.num_seen:
@@ -309,7 +309,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
                     stacklevel=2,
                 )
             own.num_seen = num_whole + 1  # torchdata's StatefulDataLoader asks after each list, and keeps the answers
-        after = min(own.first + num_whole * self._planner.step_size, self._order.num_samples)
+        after = min(own.first + num_whole * self._steps.step_size, self._order.num_samples)
         return {"epoch": own.epoch, "next_sample": after, **self._order.state}
 
     @property
@@ -340,7 +340,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
                 raise ArgumentError(f"state: got {name} {state.get(name)}, expected {own}")
         epoch = integer("state", state.get("epoch"), 0, _MAX_SEED, of="epoch ")
         next_sample = integer("state", state.get("next_sample"), 0, self._order.num_samples, of="sample ")
-        self._planner.check_last_step(next_sample)
+        self._steps.check_last_step(next_sample)
         self._lowest_epoch = epoch
         self._begin_next_at(epoch, next_sample)
 
@@ -351,8 +351,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     def _asked(self, step: int) -> int:
         """The step of this pass that the caller asks about: it has come so far, unless the step is not yet yielded."""
-        step = integer("step", step, 0, self._planner.num_steps(self._pass.first) - 1)
-        if step * self._planner.micro_batches < self._pass.num_lists:
+        step = integer("step", step, 0, self._steps.num_steps(self._pass.first) - 1)
+        if step * self._steps.micro_batches < self._pass.num_lists:
             self._pass.num_seen = max(self._pass.num_seen, step + 1)
         return step
 
@@ -361,7 +361,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         if not self._is_asked:
             self._is_asked = True
             warnings.warn(
-                f"topology: got {self._planner.topology}, whose ranks share samples, and no call of chunks() or "
+                f"topology: got {self._steps.topology}, whose ranks share samples, and no call of chunks() or "
                 "plan(): a model that computes its samples whole counts shared ones several times; expected "
                 "sampler.chunks(step, micro_batch) in the loop, or a topology of bags of one rank",
                 stacklevel=3,
@@ -370,7 +370,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
     def _samples(self, of: _Pass, step: int) -> Tensor:
         if of.order is None:
             of.order = self._order.of(of.epoch)
-        return self._planner.samples_of(of.order, of.first, step)
+        return self._steps.samples_of(of.order, of.first, step)
 
     def _planned_step(self, of: _Pass, step: int) -> tuple[Tensor, Plan]:
         """The step's samples, in the order of the plan's ids, and its plan."""
@@ -379,7 +379,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
             done.move_to_end(step)
             return done[step]
         samples = self._samples(of, step)
-        done[step] = samples, self._planner.plan_of(samples, step)
+        done[step] = samples, self._steps.plan_of(samples, step)
         if len(done) > _STEPS_KEPT:
             done.popitem(last=False)
         return done[step]

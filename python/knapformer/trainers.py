@@ -73,7 +73,7 @@ def keep_lists(sampler_class: Any) -> None:
             sampler = sampler.batch_sampler
         if isinstance(sampler, sampler_class):
             num_processes, steps = options["num_processes"], accumulated_by_accelerate()
-            num_ranks, micro_batches = sampler._planner.num_ranks, sampler._planner.micro_batches
+            num_ranks, micro_batches = sampler._steps.num_ranks, sampler._steps.micro_batches
             if options["torch_device_mesh"] is None and num_ranks != num_processes:
                 raise ArgumentError(
                     f"num_replicas: got {num_ranks}, in a loader for accelerate's {num_processes} processes; expected "

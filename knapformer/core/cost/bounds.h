@@ -24,7 +24,7 @@ namespace knapformer {
 
 /// A lower bound of predict_step's total: without sequences, FSDP and the fixed time. O(n log n).
 double lower_bound_s(const StepInput& input);
-/// A lower bound of the sum over all micro-batches of MicroBatchTime::replica_block_s, in the slowest replica.
+/// Lower bound, in O(n log n): of the sum over micro-batches of MicroBatchTime::replica_block_s in the slowest replica.
 double blocks_lower_bound_s(const StepInput& input);
 /// The same of one replica. `topology`: over the same ranks as the input's.
 double replica_lower_bound_s(const PlanInput& input, const Topology& topology, int32_t replica);
