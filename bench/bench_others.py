@@ -194,7 +194,7 @@ def stacked(case: Case) -> list[MicroBatch]:
 def static(case: Case, **cut: Any) -> dict[str, float | None]:
     """Sequence parallelism of one degree; keys of a ring travel during attention."""
     planning = Planning(**COST | {"cluster": CLUSTER.replace(overlaps_attention=True)})
-    (step,) = static_sharing(8, **cut)(Draw(planning, [case.drawn()]))
+    (step,) = static_sharing(Draw(planning, [case.drawn()]), 8, **cut)
     packed = sum(plan.predicted_time for plan in step.plans) / sum(plan.ideal_time for plan in step.plans)
     return {"packed": packed, "padded": None, "fullest": step.figures["max_tokens"]}
 

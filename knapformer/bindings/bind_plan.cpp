@@ -9,7 +9,7 @@
 #include "knapformer/core/cost/plan_json.h"
 #include "knapformer/core/cost/step_time.h"
 #include "knapformer/core/plan/plan.h"
-#include "knapformer/core/planners/whole_step/step_solver.h"
+#include "knapformer/core/planners/whole_step/fill_ranks.h"
 #include "knapformer/core/util/error.h"
 
 namespace py = pybind11;
@@ -123,7 +123,8 @@ std::vector<double> chunk_works(const Plan& step) {
     const Placement& place = plan.placement(in_plan);
     for (const Chunk& chunk : plan.chunks(in_plan))
       works.push_back(input.token_work(chunk.num_tokens) +
-                      shares.part(input.attention_work(id), place.degree, chunk.rank.value - place.first_rank.value));
+                      shares.part(input.workload.attention_work_of_pairs(input.pairs_of(id), input.d_model),
+                                  place.degree, chunk.rank.value - place.first_rank.value));
   });
   return works;
 }
@@ -275,7 +276,7 @@ void bind_plan(py::module_& m) {
   property("attention_pairs",
            "Per sequence, how many (query, key) pairs its mask leaves. Empty: full attention everywhere.",
            [](const Plan& p) { return p.input().sequences.attention_pairs; });
-  property("masks", "Per sequence, the text of its mask. Empty: full attention everywhere, or not known.", &masks);
+  property("masks", "Per sequence, the text of its mask. Empty: full attention everywhere.", &masks);
   plan.def(
           "sequences_of",
           [](const Plan& p, const py::object& micro_batch) {

@@ -111,7 +111,7 @@ void bind_step(py::module_& m) {
             return std::make_tuple(blocks.bounds, blocks.lists);
           },
           py::arg("device"),
-          "For FlexAttention: by range the first keys and ends of queries, and lists of blocks (masked_attention.h).");
+          "For FlexAttention: by range the first keys and ends of queries, and lists of blocks (mask_tables.h).");
   m.def("masked_attention", &masked_attention, py::call_guard<py::gil_scoped_release>(), py::arg("q"), py::arg("k"),
         py::arg("v"), py::arg("tables").none(false), "Of tensors on the CPU (masked_attention.h).");
   py::class_<Step>(m, "Step", "What knapformer.Step is made of.")

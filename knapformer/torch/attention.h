@@ -23,14 +23,12 @@
 #include <memory>
 #include <optional>
 #include <span>
-#include <string>
 #include <string_view>
-#include <utility>
 #include <vector>
 
 #include "knapformer/core/plan/exchange_table.h"
 #include "knapformer/torch/exchange/exchange.h"
-#include "knapformer/torch/masked_attention.h"
+#include "knapformer/torch/mask_tables.h"
 
 namespace knapformer {
 

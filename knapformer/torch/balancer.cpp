@@ -11,14 +11,6 @@
 #include "knapformer/core/util/process.h"
 
 namespace knapformer {
-namespace {
-
-DataStatus status_of(const StepData& data) {
-  if (data.failure) return DataStatus::kFailed;
-  return data.ended ? DataStatus::kEnded : DataStatus::kActive;
-}
-
-}  // namespace
 
 int32_t PlanningAhead::num_ended() const {
   if (!num_ended_) throw StateError("finish_planning: has not been called, expected before num_ended");
@@ -70,7 +62,7 @@ std::shared_ptr<PlanningAhead> SequenceBalancer::start_planning(std::span<const 
   return ranks_->collective([&] {
     RECORD_USER_SCOPE("knapformer::start_planning");
     GatheredLengths own = checked_lengths(seq_lens, d_model, data.masks, data.work, ranks_->rank());
-    own.statuses = {status_of(data)};
+    own.statuses = {data.failure ? DataStatus::kFailed : data.ended ? DataStatus::kEnded : DataStatus::kActive};
     own.observed = {feedback_.take()};
     auto ahead = std::make_shared<PlanningAhead>();
     ahead->planning_ = planning_of(d_model, data.num_micro_batches);

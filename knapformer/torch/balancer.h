@@ -35,7 +35,6 @@
 #include "knapformer/core/model/mask.h"
 #include "knapformer/core/plan/micro_batch_plan.h"
 #include "knapformer/core/plan/plan.h"
-#include "knapformer/core/util/error.h"
 #include "knapformer/torch/comm/gather_lengths.h"
 #include "knapformer/torch/feedback.h"
 #include "knapformer/torch/rank_plan.h"

@@ -1,6 +1,5 @@
 #include "knapformer/torch/feedback.h"
 
-#include <algorithm>
 #include <cmath>
 #include <utility>
 

@@ -5,13 +5,10 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/constant_pad_nd.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/logaddexp.h>
 #include <ATen/ops/sigmoid.h>
 #include <ATen/ops/zeros.h>
-#include <c10/core/InferenceMode.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
@@ -19,8 +16,6 @@
 #include <functional>
 #include <limits>
 #include <optional>
-
-#include "knapformer/core/util/error.h"
 
 namespace knapformer {
 namespace {
@@ -189,58 +184,6 @@ at::Tensor masked_attention(const at::Tensor& q, const at::Tensor& k, const at::
   const at::Tensor o =
       AttentionOfTiles::apply(padded(q, width), for_each_head(k), for_each_head(v), std::move(tables), scale);
   return o.narrow(2, 0, v.size(2));
-}
-
-void MaskTables::make_blocks(bool pinned) {
-  if (blocks_.defined()) return;
-  const MaskBlocks blocks = MaskBlocks::of(rows_, kBlockSize);
-  std::vector<int32_t> all;
-  for (size_t range = 0; range < rows_.max_ranges(); ++range) {
-    for (const bool is_end : {false, true}) {
-      for (const MaskRun& run : rows_.runs) {
-        const KeyRange keys = range < run.keys.size() ? run.keys[range] : KeyRange();
-        const int64_t first = is_end ? keys.end : keys.first;
-        const int64_t step = (is_end ? keys.end_moves : keys.first_moves) ? 1 : 0;
-        for (int64_t i = 0; i < run.num_queries; ++i) all.push_back(static_cast<int32_t>(first + i * step));
-      }
-    }
-  }
-  for (const BlockLists* lists : {&blocks.some_keys, &blocks.all_keys, &blocks.some_queries, &blocks.all_queries}) {
-    all.insert(all.end(), lists->counts.begin(), lists->counts.end());
-    all.insert(all.end(), lists->indices.begin(), lists->indices.end());
-  }
-  blocks_ = at::empty({std::ssize(all)}, at::TensorOptions(at::kInt).pinned_memory(pinned));
-  std::ranges::copy(all, blocks_.mutable_data_ptr<int32_t>());
-}
-
-const MaskTables::Blocks& MaskTables::blocks_on(at::Device device) {
-  const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-  for (const auto& [on, known] : copies_) {
-    if (on == stream) return known;
-  }
-  const c10::InferenceMode no_inference(false);  // a later step may want gradients
-  make_blocks(/*pinned=*/!device.is_cpu());
-  const at::Tensor copied = blocks_.to(device, /*non_blocking=*/true);
-  int64_t next = 0;
-  const auto take = [&](int64_t size) {
-    const at::Tensor part = copied.narrow(0, next, size);
-    next += size;
-    return part;
-  };
-  const auto blocks_of = [](int64_t num_rows) { return (num_rows + kBlockSize - 1) / kBlockSize; };
-  const int64_t num_queries = blocks_of(rows_.num_queries), num_keys = blocks_of(rows_.num_keys);
-  Blocks blocks;
-  for (size_t range = 0; range < rows_.max_ranges(); ++range) {
-    const at::Tensor first = take(rows_.num_queries);
-    blocks.bounds.emplace_back(first, take(rows_.num_queries));
-  }
-  for (const auto& [own, others] : {std::pair(num_queries, num_keys), std::pair(num_keys, num_queries)}) {
-    for (int i = 0; i < 2; ++i) {
-      blocks.lists.push_back(take(own).view({1, 1, own}));
-      blocks.lists.push_back(take(own * others).view({1, 1, own, others}));
-    }
-  }
-  return copies_.emplace_back(stream, std::move(blocks)).second;
 }
 
 }  // namespace knapformer

@@ -12,17 +12,6 @@ namespace {
 
 /// Keys of this library in a group's store.
 constexpr const char* kStorePrefix = "knapformer/";
-/// The watchdog of one balancer, its number (Ranks::balancer), and the prefix of its keys in the group's store.
-std::tuple<std::shared_ptr<Watchdog>, int64_t, std::string> join_store(c10d::ProcessGroup& group) {
-  const c10::intrusive_ptr<c10d::Store> store = group.getStore();
-  if (!store) throw_argument("group", "a group without a store", "one with a store, by which its ranks agree");
-  const int32_t rank = group.getRank();
-  const int64_t number = store->add(text(kStorePrefix, rank), 1);
-  const std::string prefix = text(kStorePrefix, "number ", number);
-  return {std::make_shared<Watchdog>(c10::make_intrusive<c10d::PrefixStore>(prefix, store), rank, group.getSize()),
-          number, prefix};
-}
-
 /// Changes with what ranks say to each other: ranks of different versions do not work together.
 constexpr int32_t kProtocolVersion = 9;
 
@@ -58,8 +47,12 @@ Ranks::Ranks(std::string_view topology, BalancerOptions options, ProcessGroupPtr
     return;
   }
   rank_ = Rank(group->getRank());
-  std::string prefix;
-  std::tie(watchdog_, balancer_, prefix) = join_store(*group);
+  const c10::intrusive_ptr<c10d::Store> store = group->getStore();
+  if (!store) throw_argument("group", "a group without a store", "one with a store, by which its ranks agree");
+  balancer_ = store->add(text(kStorePrefix, rank_.value), 1);
+  const std::string prefix = text(kStorePrefix, "number ", balancer_);
+  watchdog_ =
+      std::make_shared<Watchdog>(c10::make_intrusive<c10d::PrefixStore>(prefix, store), rank_.value, group->getSize());
   all_ = CommGroup::make(group, prefix + "/all", watchdog_);
   watchdog_->guard([&] {
     agree(settings_on(group->getSize()));

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <numeric>
 #include <span>
 #include <utility>
 
@@ -74,8 +73,6 @@ std::vector<int64_t> splits_of(const auto& records, int32_t num_peers) {
   for (const auto& record : records) splits[record.peer] += record.num_bytes;
   return splits;
 }
-
-int64_t sum_of(const std::vector<int64_t>& splits) { return std::accumulate(splits.begin(), splits.end(), int64_t{0}); }
 
 }  // namespace
 
@@ -167,14 +164,15 @@ void SampleExchange::launch(const std::vector<Record>& sent, const Samples& own,
   std::vector<int64_t> recv_splits = splits_of(received_records_, group_->num_ranks());
   const at::Device device = group_->control_device();
   const at::TensorOptions options = at::TensorOptions().dtype(at::kByte);
-  const at::Tensor packed = at::empty({sum_of(send_splits)}, options.pinned_memory(!device.is_cpu()));
+  const at::Tensor packed = at::empty({c10::sum_integers(send_splits)}, options.pinned_memory(!device.is_cpu()));
   auto* next = static_cast<std::byte*>(packed.mutable_data_ptr());
   for (const Record& record : sent) {
     write_record(next, own.chunk_of(record.sample, record.chunk));
     next += record.num_bytes;
   }
   sent_ = packed.to(device, /*non_blocking=*/true);
-  received_ = at::empty({sum_of(recv_splits)}, options.device(device).pinned_memory(pinned && device.is_cpu()));
+  received_ =
+      at::empty({c10::sum_integers(recv_splits)}, options.device(device).pinned_memory(pinned && device.is_cpu()));
   work_ = group_->start_all_to_all(received_, sent_, std::move(recv_splits), std::move(send_splits));
 }
 

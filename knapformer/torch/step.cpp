@@ -1,6 +1,5 @@
 #include "knapformer/torch/step.h"
 
-#include <algorithm>
 #include <utility>
 
 #include "knapformer/core/util/error.h"
@@ -161,11 +160,7 @@ void Step::check_attention_inputs(const at::Tensor& q, const at::Tensor& k, cons
   check_device(k, "k", q, "q");
   check_device(v, "v", q, "q");
   if (v.size(1) != k.size(1)) throw_argument("v", text(v.size(1), " heads"), text(k.size(1), " heads, as k has"));
-  const HeadCounts heads{.num_heads = q.size(1), .num_kv_heads = k.size(1)};
-  if (heads.num_heads == 0) throw_argument("q", "0 heads", "at least 1 head");
-  for (const AttentionLevel& level : rank_plan_->attention.levels) {
-    static_cast<void>(head_partition(heads, level.head_parts()));  // checks the counts
-  }
+  static_cast<void>(head_partition({.num_heads = q.size(1), .num_kv_heads = k.size(1)}, 1));  // checks the counts
 }
 
 void Step::check_flat(std::string_view call) const {

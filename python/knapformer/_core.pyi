@@ -67,6 +67,7 @@ class TrainedModel:
     num_heads: Final[int]
     num_kv_heads: Final[int]
     cuts_queries: Final[bool]
+    max_stage_bytes: Final[float]
     token_passes: Final[float]
     attention_passes: Final[float]
     def __init__(self, **fields: float | str) -> None: ...

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import knapformer._torch  # noqa: F401  (registers the ops)
 
@@ -32,8 +32,4 @@ def keep_exchanges() -> tuple[AbstractContextManager[Any], AbstractContextManage
 
     To keep more than exchanges, write a policy of your own that also saves the ops in EXCHANGES.
     """
-    return create_selective_checkpoint_contexts(_policy)  # type: ignore[no-any-return]
-
-
-def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in EXCHANGES else CheckpointPolicy.PREFER_RECOMPUTE
+    return create_selective_checkpoint_contexts(list(EXCHANGES))  # type: ignore[no-any-return]

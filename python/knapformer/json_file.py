@@ -17,6 +17,14 @@ def parse_json(content: bytes, argument: str) -> Any:
         raise ArgumentError(f"{argument}: not readable as JSON: {error}") from None
 
 
+def line_value(line: str) -> Any:
+    """Of a line of JSON; the line itself where it is none, for a message, as of a run that was killed as it wrote."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return line.strip()
+
+
 def read_json(path: str | Path, argument: str) -> Any:
     """Like parse_json, for a file. Raises OSError where the file cannot be read."""
     return parse_json(Path(path).read_bytes(), f"{argument}: {path}")

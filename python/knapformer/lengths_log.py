@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from knapformer._core import ArgumentError, attention_pairs
+from knapformer.json_file import line_value
 
 
 @contextlib.contextmanager
@@ -61,7 +62,7 @@ def log_name(rank: int, num_ranks: int) -> str:
 
 
 def read_log(folder: str | os.PathLike[str]) -> Iterator[list[Any]]:
-    """For each batch that all ranks have drawn: what each rank's line holds, unchecked; None where it is no JSON.
+    """For each batch that all ranks have drawn: what each rank's line holds, unchecked.
 
     Raises ArgumentError, OSError.
     """
@@ -75,11 +76,4 @@ def read_log(folder: str | os.PathLike[str]) -> Iterator[list[Any]]:
         raise ArgumentError(f"{folder}: got no {missing[0]}, expected a log of each of {count} ranks")
     logs = [Path(folder, name).read_text(encoding="utf-8", errors="replace").splitlines() for name in expected]
     for lines in zip(*logs, strict=False):  # of the last batches some ranks may have nothing yet
-        yield list(map(_value, lines))
-
-
-def _value(line: str) -> Any:
-    try:
-        return json.loads(line)
-    except ValueError:  # the run was killed as it wrote the line
-        return None
+        yield list(map(line_value, lines))

@@ -14,11 +14,6 @@ namespace {
 /// Inside nodes or between them.
 using Link = double Traffic::*;
 
-std::span<const Bag> bags_of(const Topology& topology, int32_t replica) {
-  const auto num_bags = static_cast<size_t>(topology.num_bags_per_replica());
-  return topology.bags().subspan(static_cast<size_t>(replica) * num_bags, num_bags);
-}
-
 /// What a group of ranks offers a sequence: for a degree, the best values of any group of the replica.
 struct Offer {
   int32_t degree = 1;
@@ -40,7 +35,8 @@ Traffic counted(const PlanInput& input, const AttentionShares& shares, Rank firs
 std::vector<Offer> offers_of(const PlanInput& input, const Topology& topology, int32_t replica, bool may_hide) {
   const AttentionShares shares = input.attention_shares();
   std::vector<Offer> offers;
-  for (const Bag& bag : bags_of(topology, replica)) {
+  const auto num_bags = static_cast<size_t>(topology.num_bags_per_replica());
+  for (const Bag& bag : topology.bags().subspan(static_cast<size_t>(replica) * num_bags, num_bags)) {
     for (const int32_t degree : topology.shapes()[bag.shape].degrees) {
       auto offer = std::ranges::lower_bound(offers, degree, {}, &Offer::degree);
       if (offer == offers.end() || offer->degree != degree) {
@@ -165,7 +161,7 @@ double blocks_lower_bound_s(const StepInput& input) {
 
 double lower_bound_s(const StepInput& input) {
   const PlanInput& step = input.sequences;
-  const auto time_s = [&](double block_s) { return replica_step_s(step, block_s, 0); };
+  const auto time_s = [&](double block_s) { return replica_step_s(step, block_s); };
   const int32_t num_waits = input.sync == StepSync::kStep ? 1 : input.num_micro_batches, num_others = num_waits - 1;
   const LeastTime least_s = [&](double longest_s, double sum_s) {
     const double first_s = std::max(longest_s, sum_s / num_waits);

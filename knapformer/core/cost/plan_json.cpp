@@ -1,6 +1,5 @@
 #include "knapformer/core/cost/plan_json.h"
 
-#include <cmath>
 #include <concepts>
 #include <limits>
 #include <nlohmann/json.hpp>
@@ -17,21 +16,16 @@ using Json = nlohmann::ordered_json;
 
 constexpr std::string_view kFormat = "knapformer.plan/2", kStepFormat = "knapformer.step_plan/1";
 
-/// JSON has no infinity: null stands for it.
-Json number(double value) { return std::isfinite(value) ? Json(value) : Json(nullptr); }
-
 template <class T>
 Json to_json(const T& value) {
   if constexpr (IsRecord<T>) {
     Json json;
     for_each_field<T>([&](const auto& f) { json[f.name] = to_json(value.*f.member); });
     return json;
-  } else if constexpr (std::same_as<T, double>) {
-    return number(value);
   } else if constexpr (std::same_as<T, StepMode>) {
     return step_mode_name(value);
   } else {
-    return value;
+    return value;  // JSON has no infinity: null is written for it
   }
 }
 
@@ -53,7 +47,8 @@ T value_of(const Json& json, const char* name) {
     T record;
     for_each_field<T>([&](const auto& f) {
       using Member = std::remove_cvref_t<decltype(record.*f.member)>;
-      if (std::same_as<Member, bool> && !json.contains(f.name)) return;  // cuts_queries: plans of 1.0 have none
+      const std::string_view member = f.name;  // plans of 1.0 have not these two
+      if ((member == "cuts_queries" || member == "max_stage_bytes") && !json.contains(member)) return;
       record.*f.member = field_of<Member>(json, f.name);
     });
     return record;
@@ -121,9 +116,7 @@ void check_format(const Json& json, std::string_view format) {
   if (got != format) throw_argument("plan", text("format '", got, "'"), text("'", format, "'"));
 }
 
-Json loads(const LoadBalance& balance) {
-  return {{"wir", number(balance.wir())}, {"max_over_mean", balance.max_over_mean()}};
-}
+Json loads(const LoadBalance& balance) { return {{"wir", balance.wir()}, {"max_over_mean", balance.max_over_mean()}}; }
 
 Json lists_of(const SequenceLengths& seq_lens) {
   Json lists = Json::array();

@@ -188,7 +188,7 @@ RankCompute compute_of(const PlanInput& input, const RankLoad& load, Rank rank) 
 /// compute: of this pass.
 PassTime pass_time(const Cluster& cluster, const RankLoad& load, const SentBytes& sent, const RankCompute& compute) {
   PassTime t{.token_s = compute.token_s,
-             .pre_attn_s = (sent.before + sent.later * -1).seconds(cluster),
+             .pre_attn_s = (sent.before - sent.later).seconds(cluster),
              .whole_attention_s = compute.whole_attention_s,
              .shared_attention_s = compute.shared_attention_s,
              .post_attn_s = sent.after.seconds(cluster)};
@@ -351,10 +351,8 @@ MicroBatchTime predict_micro_batch(const MicroBatchPlan& plan, std::span<const R
     out.replica_block_s.push_back(block_s);
     if (step_s <= slowest_s) continue;
     slowest_s = step_s;
-    out.token_s = block.token_s * model.num_blocks;
-    out.attention_s = block.attention_s * model.num_blocks;
-    out.exchange_s = block.exchange_s * model.num_blocks;
-    out.host_s = block.host_s * model.num_blocks;
+    for (const auto term : {&StepTerms::token_s, &StepTerms::attention_s, &StepTerms::exchange_s, &StepTerms::host_s})
+      out.*term = block.*term * model.num_blocks;
     out.route_s = route_s;
     out.fsdp_s = fsdp.exposed_s(block_s);
   }
@@ -393,14 +391,14 @@ StepTime predict_step(const Plan& plan) {
 
 double blocks_and_fsdp_s(const StepInput& input, std::span<const double> block_s) {
   if (input.sync == StepSync::kStep)
-    return replica_step_s(input.sequences, std::accumulate(block_s.begin(), block_s.end(), 0.0), 0);
+    return replica_step_s(input.sequences, std::accumulate(block_s.begin(), block_s.end(), 0.0));
   double sum_s = 0;
-  for (const double seconds : block_s) sum_s += replica_step_s(input.sequences, seconds, 0);
+  for (const double seconds : block_s) sum_s += replica_step_s(input.sequences, seconds);
   return sum_s;
 }
 
-double replica_step_s(const PlanInput& input, double block_s, double route_s) {
-  return Fsdp(input.topology.num_ranks(), input.cluster, input.model).step_s(block_s) + route_s;
+double replica_step_s(const PlanInput& input, double block_s) {
+  return Fsdp(input.topology.num_ranks(), input.cluster, input.model).step_s(block_s);
 }
 
 }  // namespace knapformer

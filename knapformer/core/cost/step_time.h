@@ -21,6 +21,7 @@
 // docs/cluster_model.md derives each term and compares it with the published table.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -36,8 +37,10 @@ struct Traffic {
   double between = 0;  // to ranks of other nodes
 
   double total() const { return inside + between; }
+  double slower() const { return std::max(inside, between); }  // of seconds
   Traffic operator*(double by) const { return {inside * by, between * by}; }
   Traffic operator+(const Traffic& other) const { return {inside + other.inside, between + other.between}; }
+  Traffic operator-(const Traffic& other) const { return *this + other * -1; }
   /// The time to send this many bytes: that of the slower link, with its latency.
   double seconds(const Cluster& cluster) const;
 };
@@ -57,6 +60,8 @@ struct SentRows {
   Traffic before, after;
 
   Traffic sum() const { return before + after; }
+  /// Of k and v alone: q's rows go where the output's come from.
+  Traffic keys() const { return before - after; }
 };
 /// The minimum and the maximum over the ranks of the group, link by link.
 struct SentRange {
@@ -76,7 +81,7 @@ struct BlockRates {
   }
 };
 
-/// Seconds in which a block's exchanges, in all passes, send `columns`, in widths of the model; by link.
+/// Seconds in which a block's exchanges, in all passes, send `columns`, in widths of the model, by link.
 Traffic exchange_s(const PlanInput& input, const Traffic& columns);
 
 /// One pass over one block on one rank, in seconds, without waits. Fields are in the order of time; in a backward pass,
@@ -176,9 +181,8 @@ struct StepTime {
 /// O(chunks).
 StepTime predict_step(const Plan& plan);
 
-/// The time of a replica's step with a block of `block_s`, all passes: blocks, FSDP and route. Grows with both
-/// arguments.
-double replica_step_s(const PlanInput& input, double block_s, double route_s);
+/// The time of a replica's blocks and of FSDP, with a block of `block_s`, all passes. Grows with it.
+double replica_step_s(const PlanInput& input, double block_s);
 /// The time of a step without route and the fixed time. `block_s`: a replica's blocks
 /// (MicroBatchTime::replica_block_s), by micro-batch.
 double blocks_and_fsdp_s(const StepInput& input, std::span<const double> block_s);

@@ -36,8 +36,7 @@ struct Cluster {
   /// and without overlap.
   static Cluster published();
 
-  bool same_node(Rank a, Rank b) const { return node_of(a) == node_of(b); }
-  int32_t node_of(Rank rank) const { return rank.value / ranks_per_node; }
+  bool same_node(Rank a, Rank b) const { return a.value / ranks_per_node == b.value / ranks_per_node; }
 
   /// Throws ArgumentError, which names the field. Bandwidths may be infinite: communication is then free.
   void validate() const { check_fields(*this); }

@@ -8,14 +8,11 @@
 #include "knapformer/core/util/error.h"
 
 namespace knapformer {
-namespace {
 
 /// The unit in which FLOPs are counted, so that no sum of squares loses digits.
 constexpr double kFlopsUnit = 1e12;
 /// Alternations between the common fit and the ranks' speeds: more change nothing that could be measured.
 constexpr int kAlternations = 4;
-
-}  // namespace
 
 void LoadObserver::Moments::fade() {
   for (double* sum : {&count, &t, &a, &tt, &ta, &aa}) *sum *= kFade;

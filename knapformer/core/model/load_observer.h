@@ -18,8 +18,6 @@
 #include <span>
 #include <vector>
 
-#include "knapformer/core/model/workload.h"
-
 namespace knapformer {
 
 /// What one rank measured of one step.

@@ -38,7 +38,6 @@ struct Bag {
   int32_t num_ranks = 0;
   int32_t shape = 0;  // index into Topology::shapes()
 
-  bool holds(Rank rank) const { return rank >= first_rank && rank.value < first_rank.value + num_ranks; }
   bool operator==(const Bag&) const = default;
 };
 

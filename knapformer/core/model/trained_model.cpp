@@ -4,11 +4,8 @@
 #include <array>
 
 namespace knapformer {
-namespace {
 
 constexpr std::array<std::string_view, 3> kModeNames = {"training", "lora", "inference"};  // by StepMode
-
-}  // namespace
 
 Passes TrainedModel::passes() const {
   if (mode == StepMode::kInference) return {.routes = routed ? 2.0 : 0.0};

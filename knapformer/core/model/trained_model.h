@@ -41,6 +41,7 @@ struct TrainedModel {
   int32_t num_heads = 0;
   int32_t num_kv_heads = 0;
   bool cuts_queries = false;
+  double max_stage_bytes = kInfinity;
 
   Passes passes() const;
 
@@ -70,7 +71,11 @@ struct TrainedModel {
               "Key/value heads, a divisor of num_heads. 0: as many as query heads.", 0, 1 << 20),
         field("cuts_queries", &TrainedModel::cuts_queries,
               "The attention kernel takes a part of a sequence's queries beside all of its keys, as PackedAttention "
-              "does: ranks whose number does not divide the heads then share queries as well.")};
+              "does: ranks whose number does not divide the heads then share queries as well."),
+        field("max_stage_bytes", &TrainedModel::max_stage_bytes,
+              "With cuts_queries: the most bytes of keys and values that shall come to a rank at once. More come in "
+              "stages, as far as these go.",
+              1, kInfinity)};
   }
 };
 static_assert(kListsEveryField<TrainedModel>);

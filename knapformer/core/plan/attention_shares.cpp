@@ -80,17 +80,15 @@ double AttentionShares::max(int32_t degree) const {
   return static_cast<double>(most) / num_heads(degree) / query_parts(degree);
 }
 
-const AttentionShares::Counts& AttentionShares::counts(int32_t degree, int32_t index_in_group) const {
+int32_t AttentionShares::count(int32_t degree, int32_t index_in_group, HeadShares HeadPartition::*heads) const {
   const int32_t parts = head_parts(degree);
-  std::vector<Counts>& of_parts = counts_[parts];
-  if (of_parts.empty()) {
-    const HeadPartition shares = partition_heads(num_heads(degree), num_heads_ == 0 ? parts : num_kv_heads_, parts);
-    for (int32_t i = 0; i < parts; ++i) {
-      of_parts.push_back({.query = static_cast<int32_t>(shares.query.of(i).size()),
-                          .key = static_cast<int32_t>(shares.key_value.of(i).size())});
-    }
+  auto known = partitions_.find(parts);
+  if (known == partitions_.end()) {
+    known =
+        partitions_.emplace(parts, partition_heads(num_heads(degree), num_heads_ == 0 ? parts : num_kv_heads_, parts))
+            .first;
   }
-  return of_parts[index_in_group % parts];
+  return static_cast<int32_t>((known->second.*heads).of(index_in_group % parts).size());
 }
 
 }  // namespace knapformer

@@ -23,7 +23,6 @@ struct HeadShares {
   std::span<const int32_t> of(int32_t index_in_group) const { return heads.of(index_in_group); }
   /// Whether some head is in several shares (or twice in one share): then gradients add up.
   bool has_duplicates() const { return std::ssize(heads.values) != num_heads; }
-  bool operator==(const HeadShares&) const = default;
 };
 
 struct HeadPartition {
@@ -82,19 +81,20 @@ class AttentionShares {
 
   /// The heads of a row of queries that a rank gets, those of a row of keys (or of values), and all of a row of
   /// queries. Unknown heads count as one for each part.
-  int32_t query_heads(int32_t degree, int32_t index_in_group) const { return counts(degree, index_in_group).query; }
-  int32_t key_heads(int32_t degree, int32_t index_in_group) const { return counts(degree, index_in_group).key; }
+  int32_t query_heads(int32_t degree, int32_t index_in_group) const {
+    return count(degree, index_in_group, &HeadPartition::query);
+  }
+  int32_t key_heads(int32_t degree, int32_t index_in_group) const {
+    return count(degree, index_in_group, &HeadPartition::key_value);
+  }
   int32_t num_heads(int32_t degree) const { return num_heads_ == 0 ? head_parts(degree) : num_heads_; }
 
  private:
-  struct Counts {
-    int32_t query = 0, key = 0;
-  };
-  const Counts& counts(int32_t degree, int32_t index_in_group) const;
+  int32_t count(int32_t degree, int32_t index_in_group, HeadShares HeadPartition::*heads) const;
 
   int32_t num_heads_, num_kv_heads_;
   std::vector<AttentionCut> cuts_;
-  mutable std::map<int32_t, std::vector<Counts>> counts_;  // by head parts: of each
+  mutable std::map<int32_t, HeadPartition> partitions_;  // by head parts
 };
 
 }  // namespace knapformer

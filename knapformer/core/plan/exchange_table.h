@@ -19,7 +19,6 @@
 #pragma once
 
 #include <cstdint>
-#include <span>
 #include <vector>
 
 #include "knapformer/core/plan/micro_batch_plan.h"
@@ -49,8 +48,6 @@ struct ExchangeEnd {
   /// Whether some row goes to several peers with the same columns. Where this end receives (in a backward), such rows
   /// add up.
   bool has_duplicate_rows = false;
-
-  bool operator==(const ExchangeEnd&) const = default;
 };
 
 struct ExchangeTable {
@@ -58,8 +55,6 @@ struct ExchangeTable {
   int32_t num_peers = 1;
   ExchangeEnd send;
   ExchangeEnd recv;
-
-  bool operator==(const ExchangeTable&) const = default;
 };
 
 /// Peers are all ranks of the plan's group.

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 #include <span>
 
 #include "knapformer/core/util/error.h"

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <span>
 #include <vector>
 
 #include "knapformer/core/plan/exchange_table.h"
@@ -24,8 +23,8 @@ struct MaskRows {
   size_t max_ranges() const;
 };
 
-/// Throws ArgumentError (argument "mask") where the mask of any sequence says of no pair whether it is seen: a density,
-/// or one of which only the pairs are known. For a step it is called once, and throws on all ranks.
+/// Throws ArgumentError (argument "mask") where the mask of any sequence says of no pair whether it is seen: a density.
+/// For a step it is called once, and throws on all ranks.
 void check_masks_run(const PlanInput& input);
 
 /// By block of queries the blocks of keys of which it sees some pairs; or by block of keys those of queries.

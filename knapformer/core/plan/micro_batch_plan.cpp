@@ -93,7 +93,7 @@ void MicroBatchPlan::lay_out(std::span<const int64_t> chunk_lens) {
 }
 
 std::vector<QueryPart> MicroBatchPlan::query_parts(SequenceId id) const {
-  return input_.mask_of(id).query_parts(seq_lens()[id], input_.num_query_parts(placement(id).degree));
+  return input_.mask_of(id).query_parts(seq_lens()[id], input_.attention_cut(placement(id).degree).num_parts);
 }
 
 std::vector<int64_t> MicroBatchPlan::chunk_lens() const {

@@ -15,7 +15,6 @@
 #include <string>
 #include <vector>
 
-#include "knapformer/core/plan/attention_shares.h"
 #include "knapformer/core/plan/load_balance.h"
 #include "knapformer/core/plan/plan_input.h"
 #include "knapformer/core/util/ids.h"

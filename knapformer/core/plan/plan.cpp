@@ -61,7 +61,7 @@ std::vector<int32_t> micro_batches_as_given(const SequenceLengths& seq_lens, int
 }
 
 std::vector<MicroBatchPlan> plans_as_placed(const StepInput& input, std::span<const int32_t> micro_batches,
-                                            std::span<const Placement> placements, const Ragged<int64_t>& chunk_lens,
+                                            std::span<const Placement> placements, std::span<const int64_t> chunk_lens,
                                             std::span<const std::string> solvers) {
   std::vector<PlanInput> inputs = micro_batch_inputs(input, micro_batches);
   std::vector<std::vector<Placement>> placements_of(inputs.size());
@@ -69,19 +69,15 @@ std::vector<MicroBatchPlan> plans_as_placed(const StepInput& input, std::span<co
   for (size_t s = 0; s < micro_batches.size(); ++s) {
     const auto k = static_cast<size_t>(micro_batches[s]);
     placements_of[k].push_back(placements[s]);
-    const std::span<const int64_t> lens = chunk_lens.of(static_cast<int32_t>(s));
+    const auto lens = chunk_lens.first(static_cast<size_t>(placements[s].degree));
     chunk_lens_of[k].insert(chunk_lens_of[k].end(), lens.begin(), lens.end());
+    chunk_lens = chunk_lens.subspan(lens.size());
   }
   std::vector<MicroBatchPlan> plans;
   plans.reserve(inputs.size());
   for (size_t k = 0; k < inputs.size(); ++k)
     plans.emplace_back(std::move(inputs[k]), solvers[k], std::move(placements_of[k]), std::move(chunk_lens_of[k]));
   return plans;
-}
-
-void append_chunk_lens(const MicroBatchPlan& plan, SequenceId id, Ragged<int64_t>& chunk_lens) {
-  for (const Chunk& chunk : plan.chunks(id)) chunk_lens.values.push_back(chunk.num_tokens);
-  chunk_lens.end_list();
 }
 
 Plan::Plan(StepInput input, std::vector<int32_t> micro_batches, std::vector<MicroBatchPlan> plans)

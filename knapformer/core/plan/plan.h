@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "knapformer/core/plan/micro_batch_plan.h"
-#include "knapformer/core/util/ragged.h"
 
 namespace knapformer {
 
@@ -47,13 +46,11 @@ std::vector<PlanInput> micro_batch_inputs(const StepInput& input, std::span<cons
 /// counts as possible, the longer parts first.
 std::vector<int32_t> micro_batches_as_given(const SequenceLengths& seq_lens, int32_t num_micro_batches);
 
-/// The plan of each micro-batch in which sequences lie as given. `placements` and `chunk_lens` are indexed by the
-/// step's ids, `solvers` by micro-batch.
+/// The plan of each micro-batch in which sequences lie as given. `placements` are indexed by the step's ids; chunk_lens
+/// has `degree` of them for each, in the same order; `solvers` are indexed by micro-batch.
 std::vector<MicroBatchPlan> plans_as_placed(const StepInput& input, std::span<const int32_t> micro_batches,
-                                            std::span<const Placement> placements, const Ragged<int64_t>& chunk_lens,
+                                            std::span<const Placement> placements, std::span<const int64_t> chunk_lens,
                                             std::span<const std::string> solvers);
-/// Appends a list: the tokens of each chunk of a sequence.
-void append_chunk_lens(const MicroBatchPlan& plan, SequenceId id, Ragged<int64_t>& chunk_lens);
 
 class Plan {
  public:
@@ -66,7 +63,7 @@ class Plan {
   const StepInput& input() const { return input_; }
   int32_t num_micro_batches() const { return input_.num_micro_batches; }
   /// The micro-batch of every sequence of the step, by id.
-  std::span<const int32_t> micro_batches() const { return micro_batches_; }
+  const std::vector<int32_t>& micro_batches() const { return micro_batches_; }
   /// The plan of every micro-batch. The ids of a plan count up through its own sequences.
   const std::vector<MicroBatchPlan>& plans() const { return plans_; }
   const SequenceLengths& seq_lens() const { return input_.sequences.seq_lens; }

@@ -57,8 +57,6 @@ struct PlanInput {
 
   /// The work of the per-token layers, in FLOPs.
   double token_work(int64_t num_tokens) const { return token_part * workload.token_work(num_tokens, d_model); }
-  /// A whole sequence's work beyond its per-token layers, in FLOPs.
-  double attention_work(SequenceId id) const { return workload.attention_work_of_pairs(pairs_of(id), d_model); }
   /// (query, key) pairs that the mask leaves of the sequence.
   double mask_pairs_of(SequenceId id) const {
     const auto l = static_cast<double>(seq_lens[id]);
@@ -80,7 +78,6 @@ struct PlanInput {
   int32_t max_stages(int32_t num_parts) const {
     return num_parts > 1 && attention_pairs.empty() ? AttentionCut::kMaxStages : 1;
   }
-  int32_t num_query_parts(int32_t degree) const { return attention_cut(degree).num_parts; }
   AttentionShares attention_shares() const { return {model.num_heads, model.num_kv_heads, attention_cuts}; }
   /// The sequences at home in a replica: [first, last).
   std::pair<SequenceId, SequenceId> sequences_of(int32_t replica) const;

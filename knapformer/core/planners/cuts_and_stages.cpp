@@ -34,6 +34,14 @@ SharedLoad load_of(const PlanInput& input, const BlockRates& rates, double least
   return load;
 }
 
+/// Bytes of keys and values that come to the rank with the most of them.
+double key_bytes(const PlanInput& input, const AttentionShares& shares, int32_t degree, const SharedLoad& load) {
+  int32_t most = 0;
+  for (int32_t i = 0; i < shares.head_parts(degree); ++i) most = std::max(most, shares.key_heads(degree, i));
+  const double head_dim = static_cast<double>(input.d_model) / shares.num_heads(degree);
+  return 2 * load.tokens * most * head_dim * input.model.element_size;
+}
+
 /// Whether every rank has work, and at most a third more than another.
 bool is_fair(const AttentionShares& shares, int32_t degree) {
   int32_t least = shares.num_heads(degree), most = 0;
@@ -48,28 +56,30 @@ bool is_fair(const AttentionShares& shares, int32_t degree) {
 /// travel.
 AttentionCut best_cut(const PlanInput& input, Rank first_rank, int32_t degree, const SharedLoad& load, double whole_s) {
   AttentionCut best{.degree = degree, .num_parts = degree};
-  double best_s = kInfinity;
+  double best_s = kInfinity, least_excess = kInfinity;  // of max_stage_bytes
   const bool overlaps = input.cluster.overlaps_attention;
   for (int32_t num_parts = 1; num_parts <= degree; ++num_parts) {
     if (degree % num_parts != 0) continue;
     AttentionCut cut{.degree = degree, .num_parts = num_parts};
     const AttentionShares shares(input.model.num_heads, input.model.num_kv_heads, {&cut, 1});
     if (!is_fair(shares, degree)) continue;
-    if (num_parts == 1 && shares.is_even(degree)) return cut;  // moves the fewest bytes
+    const double limits = key_bytes(input, shares, degree, load) / input.model.max_stage_bytes;
+    if (num_parts == 1 && shares.is_even(degree) && limits <= 1) return cut;  // moves the fewest bytes
     const SentRows sent = sent_range(input.cluster, shares, first_rank, degree).max;
     const auto seconds = [&](const Traffic& columns) {
-      const Traffic by_link = exchange_s(input, columns);
-      return load.tokens / degree * std::max(by_link.inside, by_link.between);
+      return load.tokens / degree * exchange_s(input, columns).slower();
     };
     const double attention_s = load.attention_s * shares.max(degree);
-    const double keys_s = seconds(sent.before + sent.after * -1);
+    const double keys_s = seconds(sent.keys());
     const int32_t max_stages = overlaps ? input.max_stages(num_parts) : 1;
     for (cut.num_stages = 1; cut.num_stages <= max_stages; cut.num_stages *= 2) {
       const double later_s = keys_s * cut.part_of_later_stages(), first_s = seconds(sent.before) - later_s;
       const double time_s = attention_s * cut.attention_factor() + seconds(sent.after) +
                             std::max(0.0, first_s - (overlaps ? whole_s : 0)) +
                             std::max(0.0, later_s - attention_s * cut.part_of_later_stages());
-      if (time_s >= best_s * kWorthMore) continue;
+      const double excess = std::max(1.0, limits / cut.num_stages);
+      if (excess > least_excess || (excess == least_excess && time_s >= best_s * kWorthMore)) continue;
+      least_excess = excess;
       best_s = time_s;
       best = cut;
     }

@@ -30,7 +30,8 @@ int64_t kept_limit(PlanInput input, const Planner& planner, Effort effort, int64
 }
 
 /// Throws for a plan that does not keep its limit. The error names a limit that this planner keeps.
-[[noreturn]] void refuse(const MicroBatchPlan& plan, const Planner& planner, Effort effort) {
+[[noreturn]] void refuse(const MicroBatchPlan& plan, Effort effort) {
+  const Planner& planner = planner_named(plan.solver());
   const int64_t limit = plan.input().max_tokens_per_rank, least = least_token_limit(plan.input(), 1);
   const int64_t kept = kept_limit(plan.input(), planner, effort, least > limit ? least : plan.max_tokens());
   if (kept == least) refuse_below_least(plan.input(), 1);
@@ -41,7 +42,8 @@ int64_t kept_limit(PlanInput input, const Planner& planner, Effort effort, int64
 }
 
 /// The plan, whether it keeps its limit or not.
-MicroBatchPlan planned(PlanInput input, const Planner& planner, Effort effort) {
+MicroBatchPlan planned(PlanInput input, std::string_view solver, Effort effort) {
+  const Planner& planner = planner_for(input.topology, solver, effort);
   input.validate();
   if (input.attention_cuts.empty()) cut_attention(input);
   return planner.plan(std::move(input), effort);
@@ -68,16 +70,14 @@ const Planner& planner_for(const Topology& topology, std::string_view solver, Ef
 }
 
 std::optional<MicroBatchPlan> plan_within_limit(PlanInput input, std::string_view solver, Effort effort) {
-  const Planner& planner = planner_for(input.topology, solver, effort);
-  MicroBatchPlan plan = planned(std::move(input), planner, effort);
+  MicroBatchPlan plan = planned(std::move(input), solver, effort);
   if (!plan.keeps_limit()) return std::nullopt;
   return plan;
 }
 
 MicroBatchPlan plan_micro_batch(PlanInput input, std::string_view solver, Effort effort) {
-  const Planner& planner = planner_for(input.topology, solver, effort);
-  MicroBatchPlan plan = planned(std::move(input), planner, effort);
-  if (!plan.keeps_limit()) refuse(plan, planner, effort);
+  MicroBatchPlan plan = planned(std::move(input), solver, effort);
+  if (!plan.keeps_limit()) refuse(plan, effort);
   return plan;
 }
 

@@ -5,7 +5,6 @@
 // not in the list does not compile (kListsEveryField).
 #pragma once
 
-#include <concepts>
 #include <tuple>
 #include <type_traits>
 

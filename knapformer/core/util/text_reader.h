@@ -2,7 +2,6 @@
 #pragma once
 
 #include <charconv>
-#include <cstdint>
 #include <optional>
 #include <string_view>
 

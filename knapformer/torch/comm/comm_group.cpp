@@ -99,18 +99,11 @@ CommGroup::~CommGroup() {
   drop(std::move(process_group_));
 }
 
-ProcessGroupPtr CommGroup::process_group() const {
+ProcessGroupPtr CommGroup::group_for(at::Device device) const {
   const std::lock_guard lock(mutex_);
+  if (device.is_cpu() && cpu_group_) return cpu_group_;
   if (!process_group_) throw StateError("group: let go as the process ends, expected no more collectives");
   return process_group_;
-}
-
-ProcessGroupPtr CommGroup::group_for(at::Device device) const {
-  {
-    const std::lock_guard lock(mutex_);
-    if (device.is_cpu() && cpu_group_) return cpu_group_;
-  }
-  return process_group();
 }
 
 void CommGroup::use_cpu_group(ProcessGroupPtr group) {

@@ -53,8 +53,6 @@ class CommGroup {
   CommGroup(const CommGroup&) = delete;
   CommGroup& operator=(const CommGroup&) = delete;
 
-  /// Throws StateError after release_process_groups. Thread-safe.
-  ProcessGroupPtr process_group() const;
   int32_t num_ranks() const { return fingerprints_->place().num_ranks; }
   CallFingerprints& fingerprints() { return *fingerprints_; }
   CommCounters& counters() { return counters_; }
@@ -84,7 +82,7 @@ class CommGroup {
   /// Throws the cause of a failed collective: the error of another rank, or else a StateError that quotes `error`.
   [[noreturn]] void fail(std::string_view label, const std::exception& error);
 
-  /// The process group by which tensors of a device travel. Throws as process_group() does.
+  /// The process group by which tensors of a device travel. Throws StateError after release_process_groups.
   ProcessGroupPtr group_for(at::Device device) const;
 
   mutable std::mutex mutex_;

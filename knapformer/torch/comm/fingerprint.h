@@ -19,7 +19,6 @@
 
 #include <chrono>
 #include <compare>
-#include <functional>
 #include <mutex>
 #include <set>
 #include <string>

@@ -11,9 +11,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
-#include <span>
 #include <stop_token>
-#include <string>
 #include <vector>
 
 #include "knapformer/core/plan/micro_batch_plan.h"

@@ -7,7 +7,6 @@
 
 #include "knapformer/core/util/error.h"
 #include "knapformer/core/util/interrupt.h"
-#include "knapformer/core/util/process.h"
 
 namespace knapformer {
 namespace {

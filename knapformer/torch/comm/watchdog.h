@@ -28,7 +28,6 @@
 #include <string>
 #include <string_view>
 #include <torch/csrc/distributed/c10d/Store.hpp>
-#include <vector>
 
 namespace knapformer {
 

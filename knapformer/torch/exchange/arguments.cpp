@@ -2,8 +2,8 @@
 
 #include <ATen/core/grad_mode.h>
 
-#include <algorithm>
-#include <array>
+#include <map>
+#include <tuple>
 
 namespace knapformer {
 
@@ -17,8 +17,6 @@ std::string ExchangeArguments::label() const {
   for (size_t i = 0; i < names.size(); ++i) label.append(i == 0 ? "(" : ",").append(names[i]);
   return names.empty() ? label : label + ")";
 }
-
-bool ExchangeArguments::any_gradient() const { return std::ranges::find(differentiable, true) != differentiable.end(); }
 
 void ExchangeArguments::follow_other_levels(Tensors& tensors) const {
   if (heads.num_heads == 0) return;
@@ -90,30 +88,13 @@ Fingerprint ExchangeArguments::fingerprint(at::TensorList tensors) const {
 }
 
 std::shared_ptr<const HeadPartition> head_partition(HeadCounts heads, int32_t num_parts) {
-  struct Known {
-    HeadCounts heads;
-    int32_t num_parts = 0;
-    std::shared_ptr<const HeadPartition> partition;
-  };
-  thread_local std::array<Known, 8> known;  // more than the degrees of a bag
-  thread_local size_t oldest = 0;
-  for (const Known& k : known) {
-    if (k.partition && k.heads == heads && k.num_parts == num_parts) return k.partition;
+  thread_local std::map<std::tuple<int64_t, int64_t, int32_t>, std::shared_ptr<const HeadPartition>> known;
+  auto& partition = known[{heads.num_heads, heads.num_kv_heads, num_parts}];
+  if (!partition) {
+    partition = std::make_shared<const HeadPartition>(
+        heads.num_heads == 0 ? HeadPartition{} : partition_heads(heads.num_heads, heads.num_kv_heads, num_parts));
   }
-  auto partition = std::make_shared<const HeadPartition>(
-      heads.num_heads == 0 ? HeadPartition{} : partition_heads(heads.num_heads, heads.num_kv_heads, num_parts));
-  known[oldest++ % known.size()] = {.heads = heads, .num_parts = num_parts, .partition = partition};
   return partition;
-}
-
-const HeadShares* shares_of(const HeadPartition& partition, HeadRole role) {
-  if (role == HeadRole::kNone) return nullptr;
-  return role == HeadRole::kQuery ? &partition.query : &partition.key_value;
-}
-
-int64_t num_heads_at(const PackedEnd& end, const HeadShares& shares, const HeadSharing& sharing) {
-  if (end.heads_shared) return shares.num_heads;
-  return static_cast<int64_t>(shares.of(sharing.index_in_group % sharing.head_parts()).size());
 }
 
 }  // namespace knapformer

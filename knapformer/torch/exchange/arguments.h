@@ -10,7 +10,6 @@
 #include <cstdint>
 #include <memory>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "knapformer/core/plan/attention_shares.h"
@@ -26,8 +25,6 @@ enum class HeadRole : int64_t { kNone, kQuery, kKey, kValue };
 struct HeadCounts {
   int64_t num_heads = 0;
   int64_t num_kv_heads = 0;
-
-  bool operator==(const HeadCounts&) const = default;
 };
 
 struct SegmentArguments {
@@ -50,7 +47,6 @@ struct ExchangeArguments {
 
   /// Adds a segment of so many tensors, without heads. A segment without tensors is left out.
   void add(PackedTable table, size_t num_tensors);
-  bool any_gradient() const;
 
   /// "route(x,features[0])"
   std::string label() const;
@@ -66,12 +62,7 @@ struct ExchangeArguments {
   Fingerprint fingerprint(at::TensorList tensors) const;
 };
 
-/// The partition of the heads into parts, which ranks share; empty where no tensor has a role. The last ones are
-/// cached: a step asks for the same ones again and again.
+/// The partition of the heads into parts, which ranks share; empty where no tensor has a role. Made once for each.
 std::shared_ptr<const HeadPartition> head_partition(HeadCounts heads, int32_t num_parts);
-/// The shares of a tensor with this role; null: all columns meet every peer.
-const HeadShares* shares_of(const HeadPartition& partition, HeadRole role);
-/// Heads that a tensor with these shares has on this rank at one end.
-int64_t num_heads_at(const PackedEnd& end, const HeadShares& shares, const HeadSharing& sharing);
 
 }  // namespace knapformer

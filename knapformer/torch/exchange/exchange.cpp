@@ -220,7 +220,8 @@ auto by_autograd(const Tensors& tensors, ExchangeArguments arguments, auto op) {
     for (const at::Tensor& tensor : tensors) arguments.differentiable.push_back(tensor.requires_grad());
   }
   const auto call = c10::make_intrusive<CallObject>(std::move(arguments));
-  if (call->arguments.any_gradient()) return Function::apply(at::TensorList(tensors), call);
+  if (std::ranges::count(call->arguments.differentiable, true) > 0)
+    return Function::apply(at::TensorList(tensors), call);
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   return op(tensors, call);
 }

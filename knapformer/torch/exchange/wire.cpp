@@ -103,16 +103,15 @@ ExchangeCall::ExchangeCall(at::TensorList tensors, const ExchangeArguments& argu
     }
   }
   KNAPFORMER_ASSERT(next == tensors.size());
-  if (engine() == ExchangeEngine::kCpu && !device_.is_cpu()) {
-    throw ArgumentError(
-        text(label_, ": got tensors on ", device_, ", expected CPU tensors, as the tables were made for"));
-  }
   allocate_wire();
 }
 
 void ExchangeCall::add_slot(Segment& segment, const at::Tensor& tensor, HeadRole role, const HeadSharing& sharing,
                             size_t number) {
-  const HeadShares* shares = shares_of(*segment.heads, role);
+  const HeadPartition& heads = *segment.heads;
+  const HeadShares* shares = role == HeadRole::kNone    ? nullptr
+                             : role == HeadRole::kQuery ? &heads.query
+                                                        : &heads.key_value;
   const PackedEnd &send = segment.send.rows, &recv = segment.recv.rows;
   const auto name = [&] { return text(label_, ": tensor ", number); };  // for messages
   if (tensor.layout() != at::kStrided || tensor.dim() < (shares == nullptr ? 1 : 2)) {
@@ -121,12 +120,6 @@ void ExchangeCall::add_slot(Segment& segment, const at::Tensor& tensor, HeadRole
   }
   if (tensor.size(0) != send.num_rows) {
     throw_argument(name(), text(tensor.size(0), " rows"), std::to_string(send.num_rows));
-  }
-  if (shares != nullptr && tensor.size(1) != num_heads_at(send, *shares, sharing)) {
-    throw_argument(name(), text(tensor.size(1), " heads"), std::to_string(num_heads_at(send, *shares, sharing)));
-  }
-  if ((send.heads_shared || recv.heads_shared) && shares == nullptr) {
-    throw_argument(name(), "no role", "one where heads are shared");
   }
   if (tensor.device() != device_) throw_argument(name(), tensor.device(), text(device_, ", as the first one is on"));
 
@@ -138,7 +131,8 @@ void ExchangeCall::add_slot(Segment& segment, const at::Tensor& tensor, HeadRole
   slot.output_shape[0] = recv.num_rows;
   if (shares != nullptr) {
     slot.head_bytes = row_bytes_of(at::IntArrayRef(slot.output_shape).slice(1), item_bytes);
-    slot.output_shape[1] = num_heads_at(recv, *shares, sharing);
+    const int32_t part = sharing.index_in_group % sharing.head_parts();
+    slot.output_shape[1] = recv.heads_shared ? shares->num_heads : std::ssize(shares->of(part));
   }
   slot.output_row_bytes = row_bytes_of(slot.output_shape, item_bytes);
   slot.input_stride_bytes = slot.input.size(0) > 1 ? slot.input.stride(0) * item_bytes : slot.input_row_bytes;

@@ -24,7 +24,6 @@
 #include <vector>
 
 #include "knapformer/core/plan/attention_shares.h"
-#include "knapformer/torch/comm/comm_group.h"
 #include "knapformer/torch/exchange/arguments.h"
 #include "knapformer/torch/exchange/copies.h"
 

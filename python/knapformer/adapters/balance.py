@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 from knapformer import ArgumentError, StateError
-from knapformer.adapters.adapter import MAX_TEXT_TOKENS, STATE, Adapter, Moved, Packed
+from knapformer.adapters.adapter import MAX_TEXT_TOKENS, STATE, Adapter
 from knapformer.adapters.controls import controlled, residual_rows
+from knapformer.adapters.packed import Moved, Packed
 from knapformer.adapters.registry import find_model
 from knapformer.adapters.samples import Predictions, Sample
 from knapformer.balancer import SequenceBalancer

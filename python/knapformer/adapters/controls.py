@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from knapformer import ArgumentError
-from knapformer.adapters.adapter import Adapter, Home, RunBlock
+from knapformer.adapters.adapter import Adapter
+from knapformer.adapters.packed import Home, RunBlock
 from knapformer.adapters.samples import Samples, check_shape
 
 

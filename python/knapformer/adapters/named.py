@@ -17,9 +17,10 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from knapformer import ArgumentError, Sample
 from knapformer.adapters import registry
-from knapformer.adapters.adapter import MAX_TEXT_TOKENS, Adapter, Home, Moved, expect
+from knapformer.adapters.adapter import MAX_TEXT_TOKENS, Adapter, expect
 from knapformer.adapters.balance import balance, balanced
 from knapformer.adapters.drawn import Draw, grid_of, random_sample
+from knapformer.adapters.packed import Home, Moved
 from knapformer.json_file import read_json
 from knapformer.models.step import PackedStep
 from knapformer.models.transformer import Transformer

@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from knapformer._core import check_mask
-from knapformer.adapters.adapter import Adapter, Chunks, Home, Moved, Part, RunBlock, expect
+from knapformer.adapters.adapter import Adapter, expect
+from knapformer.adapters.packed import Chunks, Home, Moved, Part, RunBlock
 from knapformer.adapters.samples import Samples
 from knapformer.attention.packed_rows import positions, rotations
 from knapformer.models.transformer import TransformerBlock

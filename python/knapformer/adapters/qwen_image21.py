@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from knapformer import ArgumentError
 from knapformer._torch import MaskTables
-from knapformer.adapters.adapter import Adapter, Chunks, Home, Moved, OfSequences, Packed, Part, RunBlock, clip_half
+from knapformer.adapters.adapter import Adapter, clip_half
+from knapformer.adapters.packed import Chunks, Home, Moved, OfSequences, Packed, Part, RunBlock
 from knapformer.adapters.samples import Samples, on_host
 from knapformer.attention import masked
 from knapformer.attention.packed_rows import TwoStreams, gated_add, modulate, rotation_of, rows_of_runs, to_device

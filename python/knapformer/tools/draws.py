@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -15,11 +16,6 @@ from knapformer.tools.rank_lengths import Lengths, micro_batches_of_step
 
 _STEPS = 20
 _MAX_SAMPLES = 1 << 18  # of all steps, where --steps does not say how many, and there are more than two
-
-
-def batches_of_step(step: int, num_micro_batches: int) -> range:
-    """Which of a mix's batches a rank draws for the micro-batches of an optimizer step."""
-    return range(step * num_micro_batches, (step + 1) * num_micro_batches)
 
 
 def mix_and_ranks(args: argparse.Namespace, num_ranks: int | None) -> tuple[DataMix, int]:
@@ -63,11 +59,6 @@ class Source:
         return self.samples.lengths or [n for (batch,) in self.batches(1) for lens in batch for n in lens]
 
     @property
-    def is_drawn(self) -> bool:
-        """Whether it says which samples each rank draws."""
-        return self._mix is not None or bool(self.samples.steps)
-
-    @property
     def description(self) -> str:
         if self._mix is not None:
             return f"mix {self._args.data}"
@@ -80,7 +71,8 @@ class Source:
         if self._mix is not None:
             in_first = sum(map(len, self._mix.draw_lengths(self._args.seed, 0, self.num_ranks)))
             count = self._num_steps(in_first * micro_batches)
-            return [[self._of_mix(k, tokens) for k in batches_of_step(i, micro_batches)] for i in range(count)]
+            batches = (self._of_mix(k, tokens) for k in range(count * micro_batches))
+            return [list(itertools.islice(batches, micro_batches)) for _ in range(count)]
         if not self.samples.steps:
             rng, size = random.Random(self._args.seed), (self._args.batch_size or 1) * micro_batches
             count = self._num_steps(size * self.num_ranks)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import csv
 import itertools
-import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from typing import Any, NoReturn, TextIO
 
 from knapformer import ArgumentError
 from knapformer._core import MAX_SEQUENCE_TOKENS
-from knapformer.json_file import parse_json
+from knapformer.json_file import line_value, parse_json
 from knapformer.lengths_log import read_log
 from knapformer.tools.presets import DEFAULT_PRESET, PRESETS, Preset
 from knapformer.tools.rank_lengths import MaskedLength, has_masks
@@ -240,7 +239,7 @@ def _text_rows(file: TextIO, path: str, kind: str) -> Iterator[Any]:
     if kind in ("csv", "tsv"):
         return _csv_rows(file, path, "\t" if kind == "tsv" else ",")
     if kind != "json":
-        return (_line_value(line) for line in file if line.strip())
+        return (line_value(line) for line in file if line.strip())
     content = parse_json(file.read().encode(), f"LENGTHS: {path}")
     if isinstance(content, dict) and content and all(isinstance(of, dict) for of in content.values()):
         content = list(content.values())  # by the name of a file, as in the metadata of sd-scripts and SimpleTuner
@@ -269,13 +268,6 @@ def _csv_rows(file: TextIO, path: str, delimiter: str) -> Iterator[Any]:
         raise ArgumentError(
             f"LENGTHS: {path}: line {reader.line_num}: {error}; expected every quote to be closed"
         ) from None
-
-
-def _line_value(line: str) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return line.strip()  # is refused as a length, and named
 
 
 def _parquet_rows(path: str, columns: Mapping[str, str]) -> Iterator[Any]:

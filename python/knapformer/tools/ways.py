@@ -143,31 +143,23 @@ def at_home(draw: Draw) -> Iterator[Step]:
         yield Step([draw.planning.home(batch) for batch in batches])
 
 
-def by_micro_batch(topology: str, max_tokens_per_rank: int = 0) -> Way:
+def by_micro_batch(draw: Draw, topology: str, max_tokens_per_rank: int = 0) -> Iterator[Step]:
     """Each micro-batch is planned by itself, as by plan_routing without micro_batches."""
-
-    def steps(draw: Draw) -> Iterator[Step]:
-        for batches in draw.batches:
-            start = time.perf_counter()
-            plans = [draw.planning.plan(batch, topology, max_tokens_per_rank=max_tokens_per_rank) for batch in batches]
-            yield Step(plans, plan_s=time.perf_counter() - start)
-
-    return steps
+    for batches in draw.batches:
+        start = time.perf_counter()
+        plans = [draw.planning.plan(batch, topology, max_tokens_per_rank=max_tokens_per_rank) for batch in batches]
+        yield Step(plans, plan_s=time.perf_counter() - start)
 
 
-def planned_whole(topology: str, *, routed: bool | None = None) -> Way:
+def planned_whole(draw: Draw, topology: str, *, routed: bool | None = None) -> Iterator[Step]:
     """All micro-batches of a step are planned at once. routed: as in Planning.plan."""
-
-    def steps(draw: Draw) -> Iterator[Step]:
-        for batches in draw.batches:
-            start = time.perf_counter()
-            whole = draw.planning.plan(
-                lengths_of_step(batches), topology, routed=routed, micro_batches=len(batches),
-                max_tokens_per_rank=draw.max_tokens_per_rank,
-            )  # fmt: skip
-            yield Step(whole.plans, plan_s=time.perf_counter() - start, whole=whole)
-
-    return steps
+    for batches in draw.batches:
+        start = time.perf_counter()
+        whole = draw.planning.plan(
+            lengths_of_step(batches), topology, routed=routed, micro_batches=len(batches),
+            max_tokens_per_rank=draw.max_tokens_per_rank,
+        )  # fmt: skip
+        yield Step(whole.plans, plan_s=time.perf_counter() - start, whole=whole)
 
 
 def usual_ways(draw: Draw, topologies: Iterable[str], whole: bool) -> dict[str, list[Step]]:
@@ -175,10 +167,10 @@ def usual_ways(draw: Draw, topologies: Iterable[str], whole: bool) -> dict[str, 
     limit of tokens is then that of whole steps."""
     found = {NO_BALANCER: list(at_home(draw))}
     for topology in topologies:
-        found[topology] = list(by_micro_batch(topology, 0 if whole else draw.max_tokens_per_rank)(draw))
+        found[topology] = list(by_micro_batch(draw, topology, 0 if whole else draw.max_tokens_per_rank))
         if whole:
             name = f"{PLANNED_STEP}, {topology}"
-            found[name] = list(planned_whole(topology, routed=False)(draw))
+            found[name] = list(planned_whole(draw, topology, routed=False))
     return found
 
 
@@ -202,8 +194,8 @@ def heads_text(draw: Draw, plan: Plan) -> str:
     if all(model.num_heads % degree == 0 for degree in degrees):
         return text
     even = replace(draw.planning, model=model.replace(num_heads=0, num_kv_heads=0))
-    way = planned_whole(str(plan.topology), routed=model.routed)
-    step = next(way(replace(draw, planning=even, batches=draw.batches[:1])))
+    first = replace(draw, planning=even, batches=draw.batches[:1])
+    step = next(planned_whole(first, str(plan.topology), routed=model.routed))
     ratio = plan.predicted_time / math.fsum(of.predicted_time for of in step.plans)
     return f"{text} The step takes {ratio:.3f} times as long as with heads that divide evenly."
 

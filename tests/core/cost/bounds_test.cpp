@@ -48,7 +48,7 @@ TEST(LowerBound, ASequenceThatExceedsAMicroBatchLeavesTheOthersToWhatFsdpGathers
   input.sequences.model.routed = false;
   const PlanInput& step = input.sequences;
   const double long_s = BlockRates(step).work_s(step, SequenceId(0));
-  const double expected_s = replica_step_s(step, long_s, 0) + 2 * replica_step_s(step, 0, 0) + 3 * step.cluster.fixed_s;
+  const double expected_s = replica_step_s(step, long_s) + 2 * replica_step_s(step, 0) + 3 * step.cluster.fixed_s;
   EXPECT_DOUBLE_EQ(lower_bound_s(input), expected_s);
   EXPECT_DOUBLE_EQ(predict_step(plan_step(input, "balanced")).total_s, expected_s);
 }

@@ -379,7 +379,7 @@ TEST(MicroBatchTime, BytesAreThoseOfEveryChunkToEveryPeer) {
         const int32_t peer = place.first_rank.value + i;
         if (peer == rank) continue;
         // q and o go where their part of the queries is computed, k and v to the parts that see them.
-        const int32_t num_parts = in.num_query_parts(place.degree), head_parts = place.degree / num_parts;
+        const int32_t num_parts = in.attention_cut(place.degree).num_parts, head_parts = place.degree / num_parts;
         const HeadPartition shares =
             partition_heads(in.model.num_heads == 0 ? head_parts : in.model.num_heads,
                             in.model.num_heads == 0 ? head_parts : in.model.num_heads, head_parts);

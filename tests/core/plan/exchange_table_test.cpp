@@ -191,7 +191,7 @@ void check_attention(const MicroBatchPlan& plan) {
       EXPECT_EQ(come, whole_keys);
       // The way back sends each rank its own tokens, once from every rank that had queries of theirs.
       const auto back = inverses(queries);
-      const int32_t num_parts = plan.input().num_query_parts(degrees[level]);
+      const int32_t num_parts = plan.input().attention_cut(degrees[level]).num_parts;
       for (int32_t i = 0; i < bag.num_ranks; ++i) {
         Rows sent;
         for (int32_t peer = 0; peer < bag.num_ranks; ++peer) {

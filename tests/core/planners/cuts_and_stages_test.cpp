@@ -50,14 +50,14 @@ TEST(AttentionCuts, AreMadeWhereTheKernelTakesThemAlone) {
   for (const TrainedModel& model : {TrainedModel{.num_heads = 3}, TrainedModel{.cuts_queries = true}}) {
     PlanInput input = one_long(4, 9000, "g4n1", model);
     cut_attention(input);
-    EXPECT_EQ(input.num_query_parts(4), 1);
+    EXPECT_EQ(input.attention_cut(4).num_parts, 1);
   }
 }
 
 TEST(AttentionCuts, EvenHeadsAreCutAsByUlysses) {
   PlanInput input = one_long(8, 100'000, "g8/4/2/1n1", {.num_heads = 24, .cuts_queries = true});
   cut_attention(input);
-  for (const int32_t degree : {2, 4, 8}) EXPECT_EQ(input.num_query_parts(degree), 1);
+  for (const int32_t degree : {2, 4, 8}) EXPECT_EQ(input.attention_cut(degree).num_parts, 1);
 }
 
 /// Predicted step over ideal, the best of the topology.
@@ -87,6 +87,26 @@ TEST(AttentionCuts, OfClipsAloneAreNotHiddenBehindWholeSequences) {
       return predict_micro_batch(balanced(input)).total_s();
     };
     EXPECT_LE(step_s("g8/4/2/1n1"), 1.001 * step_s("g8n1"));
+  }
+}
+
+TEST(AttentionCuts, KeysComeInStagesOfAtMostTheGivenBytes) {
+  for (const int32_t heads : {1, 2, 12, 24}) {
+    PlanInput input = lengths_in({{100'000}, {}, {}, {}}, "g4n1", 3072);
+    input.model = {.num_heads = heads, .cuts_queries = true};
+    const double all_bytes = 2.0 * 100'000 * 3072 * input.model.element_size;
+    const auto stage_bytes = [&](double limit) {
+      input.model.max_stage_bytes = limit;
+      cut_attention(input);
+      const AttentionCut cut = input.attention_cut(4);
+      return all_bytes * cut.num_parts / 4 / cut.num_stages;
+    };
+    // One part in one stage brings a quarter; two parts, of half the heads each, in four stages an eighth.
+    const double least = all_bytes / (heads == 1 ? 4 : 8), free = stage_bytes(kInfinity);
+    EXPECT_EQ(stage_bytes(free), free);
+    EXPECT_GT(free, least);
+    for (double limit = free; limit > least / 4; limit *= 0.7)
+      EXPECT_LE(stage_bytes(limit), std::max(limit, least)) << heads << " heads, at most " << limit;
   }
 }
 

@@ -12,7 +12,7 @@ from adapters.cases import Sample, assert_gradients_equal, cases, of
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from distributed.ranks import run_ranks
 from knapformer.adapters import Predictions
-from knapformer.adapters.adapter import attend_by
+from knapformer.adapters.packed import attend_by
 from knapformer.adapters.parity import SIZES, SmallModel, gradients, one_by_one, relative_error, sample_loss
 from knapformer.models import PackedAttention, init_weights, set_checkpointing
 from torch import nn

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from adapters.cases import cases
 from knapformer.adapters import check, flux, register, registry
-from knapformer.adapters.adapter import Moved, RunBlock
+from knapformer.adapters.packed import Moved, RunBlock
 from torch import Tensor
 
 from knapformer import ArgumentError, StateError

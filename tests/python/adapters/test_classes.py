@@ -12,7 +12,7 @@ import torch
 import torch.utils._pytree as pytree
 from adapters.cases import GUIDE, Sample, cases
 from knapformer.adapters import registry
-from knapformer.adapters.adapter import Part
+from knapformer.adapters.packed import Part
 from knapformer.adapters.parity import SIZES, relative_error
 from torch import nn
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from balancer_checks import Check, causal_free_attention, own, run_checks
-from knapformer.adapters.adapter import OfSequences
+from knapformer.adapters.packed import OfSequences
 from knapformer.attention.kernels import PackedAttention, varlen_attention
 from ranks import error_of
 from torch import Tensor

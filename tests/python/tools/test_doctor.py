@@ -92,7 +92,7 @@ def test_alternatives_cost_what_the_formula_says():
 
 
 def test_static_sharing_does_not_balance_groups():
-    (step,) = static_sharing(2)(Draw(PLANNING, [[[[100], [100], [30], [10]]]]))
+    (step,) = static_sharing(Draw(PLANNING, [[[[100], [100], [30], [10]]]]), 2)
     assert compute_s(step) == pytest.approx(STEP * 2 * block_s(100) / 2)
 
 

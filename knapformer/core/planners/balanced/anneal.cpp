@@ -1,10 +1,9 @@
 #include "knapformer/core/planners/balanced/anneal.h"
 
 #include <algorithm>
-#include <cmath>
+#include <bit>
 #include <tuple>
 
-#include "knapformer/core/planners/balanced/effort.h"
 #include "knapformer/core/util/error.h"
 #include "knapformer/core/util/interrupt.h"
 #include "knapformer/core/util/random.h"
@@ -40,14 +39,11 @@ class Search {
     double best = slowest_time();
     std::vector<int32_t> best_node = node_;
     double temperature = options_.first_temperature;
-    // The temperature halves after equal numbers of moves. Another constant factor would have to come from roots, which
-    // need libm.
-    int32_t halvings = 0;
-    for (double t = temperature; t > options_.last_temperature;) {
-      t /= 2;
-      ++halvings;
-    }
-    const int64_t moves_per_halving = options_.num_moves / std::max(halvings, 1) + 1;
+    // The temperature halves after equal numbers of moves, down to the last one. Another constant factor would have to
+    // come from roots, which need libm.
+    constexpr double kLastTemperature = 0.0005;
+    const auto halvings = static_cast<int64_t>(std::bit_width(static_cast<uint64_t>(temperature / kLastTemperature)));
+    const int64_t moves_per_halving = options_.num_moves / std::max<int64_t>(halvings, 1) + 1;
     constexpr int64_t kMovesPerCheck = 65536;  // tens of milliseconds
     for (int64_t move = 0; move < options_.num_moves; ++move) {
       if (move % kMovesPerCheck == kMovesPerCheck - 1) check_interrupt();

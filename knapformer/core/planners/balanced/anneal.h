@@ -34,9 +34,8 @@ struct SearchOptions {
   double good_enough = 0;
   /// Whether a round comes first in which every item stays in the smallest groups that it fits into.
   bool shares_least_first = false;
-  /// In units of energy, at the first and the last step; a second round starts from the default.
+  /// In units of energy, at the first step; a second round starts from the default.
   double first_temperature = 1;
-  double last_temperature = 0.0005;
 };
 
 /// Places at most kFewItems items in as many of these groups, which have no rank in common, no slower than they lie.

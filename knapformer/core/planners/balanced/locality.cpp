@@ -1,9 +1,9 @@
+#include "knapformer/core/planners/balanced/locality.h"
+
 #include <algorithm>
 #include <numeric>
 #include <utility>
 #include <vector>
-
-#include "knapformer/core/planners/balanced/last_steps.h"
 
 namespace knapformer {
 namespace {

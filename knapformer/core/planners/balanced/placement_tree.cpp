@@ -20,21 +20,21 @@ PlacementTrees::PlacementTrees(const PlanInput& input, int32_t replica, int32_t 
   unit_s_ = total_s > 0 ? total_s / total_speed / num_micro_batches : 1;
 
   std::vector<int32_t> bags;
-  int32_t num_ranks_taken = 0;
   first_bag_ = replica * topology.num_bags_per_replica();
   for (int32_t b = 0, in_shape = 0; b < topology.num_bags_per_replica(); ++b, ++in_shape) {
     const Bag& bag = topology.bag(BagId(first_bag_ + b));
     if (b > 0 && bag.shape != topology.bag(BagId(first_bag_ + b - 1)).shape) in_shape = 0;
     if (in_shape % stride != 0) continue;
     bags.push_back(first_bag_ + b);
-    num_ranks_taken += bag.num_ranks;
+    num_ranks_per_micro_batch_ += bag.num_ranks;
   }
   num_bags_per_micro_batch_ = static_cast<int32_t>(bags.size());
 
   const std::vector<SequenceId> order = input.by_descending_work(replica);
-  items_.reserve(order.size() * static_cast<size_t>(num_ranks_taken) / static_cast<size_t>(num_ranks));
+  const int64_t num_taken = num_ranks_per_micro_batch_;
+  items_.reserve(order.size() * static_cast<size_t>(num_taken) / static_cast<size_t>(num_ranks));
   for (int64_t i = 0; i < std::ssize(order); ++i) {
-    if (i > 0 && i * num_ranks_taken / num_ranks == (i - 1) * num_ranks_taken / num_ranks) continue;
+    if (i > 0 && i * num_taken / num_ranks == (i - 1) * num_taken / num_ranks) continue;
     items_.push_back({.id = order[i],
                       .tokens = static_cast<double>(input.seq_lens[order[i]]),
                       .attention = input.pairs_of(order[i]) * rates.pair_s / unit_s_});
@@ -100,10 +100,8 @@ void PlacementTrees::add_bag(const PlanInput& input, const AttentionShares& shar
       const AttentionCut cut = input.attention_cut(n.degree);
       n.attention_share = shares.max(n.degree) * cut.attention_factor() / speed.slowest;
       const SentRows rows = sent_range(input.cluster, shares, Rank(n.first_rank), n.degree).max;
-      const double later = cut.part_of_later_stages();  // keys that hide behind attention
-      const Traffic sent = rows.sum() + (rows.before + rows.after * -1) * -later;
-      const Traffic sent_s = exchange_s(input, sent);
-      n.exchange_per_token = std::max(sent_s.inside, sent_s.between) / unit_s_;
+      const Traffic sent = rows.sum() - rows.keys() * cut.part_of_later_stages();  // which hide behind attention
+      n.exchange_per_token = exchange_s(input, sent).slower() / unit_s_;
       n.latency = num_exchanges / unit_s_ *
                   std::max(sent.inside > 0 ? input.cluster.node_latency_s : 0,
                            sent.between > 0 ? input.cluster.network_latency_s : 0);

@@ -103,11 +103,7 @@ class PlacementTrees {
   /// The time unit, in seconds.
   double unit_s() const { return unit_s_; }
   int32_t num_bags() const { return static_cast<int32_t>(roots_.size()); }
-  int32_t num_ranks_per_micro_batch() const {
-    int32_t num_ranks = 0;
-    for (int32_t bag = 0; bag < num_bags_per_micro_batch_; ++bag) num_ranks += node(root(bag)).degree;
-    return num_ranks;
-  }
+  int32_t num_ranks_per_micro_batch() const { return num_ranks_per_micro_batch_; }
   int32_t num_nodes() const { return static_cast<int32_t>(nodes_.size()); }
   /// Descending by work, ties by id.
   std::span<const TreeItem> items() const { return items_; }
@@ -209,7 +205,7 @@ class PlacementTrees {
     double forward_exchange = 0, backward_exchange = 0;
   };
   Overlap overlap_;
-  int32_t first_bag_ = 0, num_bags_per_micro_batch_ = 0;
+  int32_t first_bag_ = 0, num_bags_per_micro_batch_ = 0, num_ranks_per_micro_batch_ = 0;
   std::vector<Node> nodes_;
   std::vector<State> states_;
   std::vector<int32_t> roots_;

@@ -1,7 +1,6 @@
 #include "knapformer/core/planners/balanced/solver.h"
 
 #include <algorithm>
-#include <cmath>
 #include <span>
 #include <utility>
 #include <vector>
@@ -10,7 +9,8 @@
 #include "knapformer/core/cost/step_time.h"
 #include "knapformer/core/planners/balanced/anneal.h"
 #include "knapformer/core/planners/balanced/construct.h"
-#include "knapformer/core/planners/balanced/last_steps.h"
+#include "knapformer/core/planners/balanced/locality.h"
+#include "knapformer/core/planners/balanced/uneven_chunks.h"
 #include "knapformer/core/planners/greedy/greedy.h"
 #include "knapformer/core/util/error.h"
 #include "knapformer/core/util/winner_tree.h"

@@ -6,7 +6,7 @@
 //                         and bound (anneal.h); construct.h, under a few target times
 //   3. anneal             anneal.h, from the best of them; once more where they exceed the limit of tokens
 // Bags of several nodes are planned inside nodes, and from there whole where a bound or the limit asks for it.
-// Then, for all: equal sequences trade places so that more tokens stay at home (last_steps.h), and shared sequences are
+// Then, for all: equal sequences trade places so that more tokens stay at home (locality.h), and shared sequences are
 // cut into uneven chunks.
 //
 // By construction a block in flat bags never takes longer than by the greedy plan; and, with ranks of one speed and

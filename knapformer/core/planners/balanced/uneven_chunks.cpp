@@ -1,8 +1,9 @@
+#include "knapformer/core/planners/balanced/uneven_chunks.h"
+
 #include <algorithm>
 #include <cmath>
 #include <numeric>
 
-#include "knapformer/core/planners/balanced/last_steps.h"
 #include "knapformer/core/util/error.h"
 #include "knapformer/core/util/ragged.h"
 

@@ -1,6 +1,5 @@
 #include "knapformer/core/planners/greedy/greedy.h"
 
-#include <algorithm>
 #include <span>
 
 #include "knapformer/core/util/winner_tree.h"
@@ -14,8 +13,6 @@ struct BagQueue {
   int32_t first_bag = 0;
   double capacity = 0;
   WinnerTree occupancy;  // by bag
-
-  BagId least_occupied() const { return BagId(first_bag + occupancy.winner()); }
 };
 
 /// The queues of one replica, small bags first.
@@ -52,7 +49,7 @@ void assign_replica(const PlanInput& input, int32_t replica, Capacity capacity, 
       if (candidate && (best == nullptr || queue.occupancy.min() < best->occupancy.min())) best = &queue;
     }
     if (best == nullptr) best = &queues.back();
-    const BagId bag = best->least_occupied();
+    const BagId bag(best->first_bag + best->occupancy.winner());  // the least occupied
     placements[id.index()] = {.bag = bag, .first_rank = topology.bag(bag).first_rank, .degree = best->num_ranks};
     best->occupancy.set_min(best->occupancy.min() + work / best->capacity);
   }

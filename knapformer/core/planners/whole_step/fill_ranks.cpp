@@ -1,10 +1,12 @@
+#include "knapformer/core/planners/whole_step/fill_ranks.h"
+
 #include <algorithm>
 #include <map>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "knapformer/core/planners/whole_step/step_solver.h"
+#include "knapformer/core/util/ragged.h"
 
 namespace knapformer {
 
@@ -13,14 +15,15 @@ Plan fill_ranks(const Plan& plan) {
   const PlanInput& step = input.sequences;
   const Topology& topology = step.topology;
   const int64_t max_tokens = plan.max_tokens();
-  std::vector<int32_t> micro_batches(plan.micro_batches().begin(), plan.micro_batches().end());
+  std::vector<int32_t> micro_batches = plan.micro_batches();
   std::vector<Placement> placements;
   Ragged<int64_t> chunk_lens;  // a whole sequence's is its length, wherever it goes
   std::vector<int32_t> next_id(plan.plans().size());
   for (const int32_t k : micro_batches) {
     const SequenceId id(next_id[k]++);
     placements.push_back(plan.plans()[k].placement(id));
-    append_chunk_lens(plan.plans()[k], id, chunk_lens);
+    for (const Chunk& chunk : plan.plans()[k].chunks(id)) chunk_lens.values.push_back(chunk.num_tokens);
+    chunk_lens.end_list();
   }
 
   struct Held {
@@ -88,7 +91,7 @@ Plan fill_ranks(const Plan& plan) {
   }
   std::vector<std::string> solvers;
   for (const MicroBatchPlan& micro_batch : plan.plans()) solvers.push_back(micro_batch.solver());
-  std::vector<MicroBatchPlan> plans = plans_as_placed(input, micro_batches, placements, chunk_lens, solvers);
+  std::vector<MicroBatchPlan> plans = plans_as_placed(input, micro_batches, placements, chunk_lens.values, solvers);
   return Plan(input, std::move(micro_batches), std::move(plans));
 }
 

@@ -131,7 +131,7 @@ class LevelSearch {
         is_low_(effort.moves == Effort::kLow),
         enforces_limit_(enforces_limit),
         sum_s_(blocks_lower_bound_s(input)),
-        floor_s_(replica_step_s(input.sequences, 0, 0) / input.sequences.model.num_blocks),
+        floor_s_(replica_step_s(input.sequences, 0) / input.sequences.model.num_blocks),
         sample_(input.sequences, num_micro_batches, enforces_limit, sample_stride(input, num_micro_batches)) {}
 
   std::vector<Levels> run() {
@@ -283,6 +283,36 @@ Packing pack_by_tokens(const PlanInput& input, int32_t num_micro_batches, bool i
   const double limit_s = static_cast<double>(input.max_tokens_per_rank) * BlockRates(tokens).token_s * (1 + 1e-9);
   const std::vector<double> levels_s(static_cast<size_t>(num_micro_batches), limit_s);
   return Packer(tokens, num_micro_batches, true).pack({.levels_s = levels_s, .margin_s = in_whole_bags ? -limit_s : 0});
+}
+
+Packing pack_at_home(const StepInput& input) {
+  const PlanInput& step = input.sequences;
+  Packing packing{.micro_batches = micro_batches_as_given(step.seq_lens, input.num_micro_batches)};
+  for (SequenceId id(0); id.value < step.seq_lens.num_sequences(); ++id.value) {
+    const Rank home = step.seq_lens.home_of(id);
+    const BagId bag = step.topology.bag_of(home);
+    const int32_t first = step.topology.bag(bag).first_rank.value;
+    const int32_t degree = step.topology.shapes()[step.topology.bag(bag).shape].degrees.front();
+    packing.placements.push_back(
+        {.bag = bag, .first_rank = Rank(home.value - (home.value - first) % degree), .degree = degree});
+  }
+  return packing;
+}
+
+std::optional<Packing> pack_one_by_one(const StepInput& input) {
+  const Topology& topology = input.sequences.topology;
+  Packing packing;
+  for (int32_t r = 0; r < topology.num_replicas(); ++r) {
+    const auto [first, last] = input.sequences.sequences_of(r);
+    if (last.value - first.value > input.num_micro_batches) return std::nullopt;
+    const BagId bag((r + 1) * topology.num_bags_per_replica() - 1);
+    for (int32_t k = 0; k < last.value - first.value; ++k) {
+      packing.micro_batches.push_back(k);
+      packing.placements.push_back(
+          {.bag = bag, .first_rank = topology.bag(bag).first_rank, .degree = topology.bag(bag).num_ranks});
+    }
+  }
+  return packing;
 }
 
 }  // namespace knapformer

@@ -38,4 +38,12 @@ std::optional<Packing> pack_by_time(const StepInput& input, int32_t num_micro_ba
 /// over a whole bag.
 Packing pack_by_tokens(const PlanInput& input, int32_t num_micro_batches, bool in_whole_bags);
 
+/// The given order, each sequence in the smallest group around its home rank: it keeps any limit that ranks keep which
+/// compute what they are given.
+Packing pack_at_home(const StepInput& input);
+
+/// Each sequence of a replica in its own micro-batch, over a largest bag: what keeps a limit if anything does. Nothing
+/// where there are fewer micro-batches.
+std::optional<Packing> pack_one_by_one(const StepInput& input);
+
 }  // namespace knapformer

@@ -1,15 +1,15 @@
 #include "knapformer/core/planners/whole_step/step_solver.h"
 
 #include <algorithm>
-#include <cmath>
-#include <limits>
+#include <functional>
 #include <numeric>
 #include <optional>
-#include <span>
+#include <ranges>
 
 #include "knapformer/core/cost/bounds.h"
 #include "knapformer/core/cost/step_time.h"
-#include "knapformer/core/planners/balanced/last_steps.h"
+#include "knapformer/core/planners/balanced/locality.h"
+#include "knapformer/core/planners/balanced/uneven_chunks.h"
 #include "knapformer/core/planners/cuts_and_stages.h"
 #include "knapformer/core/planners/planner.h"
 #include "knapformer/core/planners/token_limit.h"
@@ -50,8 +50,10 @@ class StepSolver {
     for (const bool in_whole_bags : {false, true}) {
       if (!best_) consider(pack_by_tokens(input_.sequences, num_usable(), in_whole_bags));
     }
-    if (!best_) consider_at_home();
-    if (!best_) consider_one_by_one();
+    if (!best_) consider(pack_at_home(input_));
+    if (!best_) {
+      if (const auto packing = pack_one_by_one(input_)) consider(*packing);
+    }
     if (!best_) refuse();
     return std::move(*best_);
   }
@@ -126,9 +128,7 @@ class StepSolver {
   }
 
   /// All sequences are planned as if there were one micro-batch, so that the ranks' sums are even. Then each rank's
-  /// sequences are cut into micro-batches of about equally many tokens. Shared sequences come first, since their ranks
-  /// must all have them in the same micro-batch; so most ranks that wait for each other meet in the first micro-batch,
-  /// where no rank is late.
+  /// sequences are cut into micro-batches.
   void consider_sums() {
     PlanInput all = input_.all_at_once();
     const Topology topology = all.topology;
@@ -143,53 +143,49 @@ class StepSolver {
   bool consider_sums(const PlanInput& all) {
     const std::optional<MicroBatchPlan> sums = plan_within_limit(all, solver_, effort_);
     if (!sums) return false;
-    const SequenceLengths& seq_lens = input_.sequences.seq_lens;
-    const auto num_ranks = static_cast<size_t>(seq_lens.num_ranks());
-    std::vector<int32_t> order(static_cast<size_t>(seq_lens.num_sequences()));
-    std::iota(order.begin(), order.end(), 0);
-    std::ranges::stable_sort(order, [&](int32_t a, int32_t b) {
-      const int32_t degrees[] = {sums->placement(SequenceId(a)).degree, sums->placement(SequenceId(b)).degree};
-      if (degrees[0] != degrees[1]) return degrees[0] > degrees[1];
-      return seq_lens[SequenceId(a)] > seq_lens[SequenceId(b)];
-    });
-    const auto num_micro_batches = static_cast<size_t>(input_.num_micro_batches);
-    std::vector<int64_t> tokens(num_ranks * num_micro_batches);  // [micro-batch][rank]
-    std::vector<int32_t> micro_batches(order.size());
-    for (const int32_t s : order) {
-      const auto chunks = sums->chunks(SequenceId(s));
-      size_t best = 0;
-      int64_t min_tokens = std::numeric_limits<int64_t>::max();
-      for (size_t k = 0; k < num_micro_batches; ++k) {
-        int64_t max_tokens = 0;
-        for (const Chunk& chunk : chunks)
-          max_tokens = std::max(max_tokens, tokens[k * num_ranks + chunk.rank.index()] + chunk.num_tokens);
-        if (max_tokens < min_tokens) {
-          min_tokens = max_tokens;
-          best = k;
-        }
-      }
-      for (const Chunk& chunk : chunks) tokens[best * num_ranks + chunk.rank.index()] += chunk.num_tokens;
-      micro_batches[s] = static_cast<int32_t>(best);
-    }
-    consider_cut(*sums, std::move(micro_batches), 1);
+    consider_cut(*sums, dealt_by_tokens(*sums), 1);
     // Ranks that share may have unequal work of their own, which evens out only within one micro-batch.
     if (sums->attention_tokens_moved() > 0) {
-      const auto last = static_cast<int32_t>(num_micro_batches - 1);  // after which gradients are reduced
-      consider_cut(*sums, std::vector<int32_t>(order.size(), last), kMustGain);
+      const int32_t last = input_.num_micro_batches - 1;  // after which gradients are reduced
+      consider_cut(*sums, std::vector<int32_t>(static_cast<size_t>(sums->num_sequences()), last), kMustGain);
     }
     const MicroBatchTime time = predict_micro_batch(*sums);
     const double block_s = std::ranges::max(time.replica_block_s);
     return best_ && block_s <= kHardly * blocks_lower_bound_s(input_);
   }
 
+  /// Micro-batches in which each rank has about equally many tokens. Shared sequences come first, since their ranks
+  /// must all have them in the same micro-batch; so most ranks that wait for each other meet in the first micro-batch,
+  /// where no rank is late.
+  std::vector<int32_t> dealt_by_tokens(const MicroBatchPlan& sums) const {
+    const auto num_ranks = static_cast<size_t>(sums.num_ranks());
+    std::vector<SequenceId> order;
+    for (SequenceId id(0); id.value < sums.num_sequences(); ++id.value) order.push_back(id);
+    std::ranges::stable_sort(order, std::greater(),
+                             [&](SequenceId id) { return std::pair(sums.placement(id).degree, sums.seq_lens()[id]); });
+    std::vector<int64_t> tokens(num_ranks * static_cast<size_t>(input_.num_micro_batches));  // [micro-batch][rank]
+    std::vector<int32_t> micro_batches(order.size());
+    for (const SequenceId id : order) {
+      const auto chunks = sums.chunks(id);
+      const auto tokens_with = [&](int32_t k) {  // of the fullest of its ranks
+        int64_t most = 0;
+        for (const Chunk& chunk : chunks)
+          most = std::max(most, tokens[k * num_ranks + chunk.rank.index()] + chunk.num_tokens);
+        return most;
+      };
+      const int32_t best = *std::ranges::min_element(std::views::iota(0, input_.num_micro_batches), {}, tokens_with);
+      for (const Chunk& chunk : chunks) tokens[best * num_ranks + chunk.rank.index()] += chunk.num_tokens;
+      micro_batches[id.index()] = best;
+    }
+    return micro_batches;
+  }
+
   /// Considers the plan of all sequences, cut into these micro-batches, if that keeps the limit of tokens.
   void consider_cut(const MicroBatchPlan& sums, std::vector<int32_t> micro_batches, double handicap) {
-    Ragged<int64_t> chunk_lens;
-    for (int32_t s = 0; s < sums.num_sequences(); ++s) append_chunk_lens(sums, SequenceId(s), chunk_lens);
     const std::vector<std::string> solvers(static_cast<size_t>(input_.num_micro_batches), sums.solver());
     std::vector<Placement> placements(sums.placements().begin(), sums.placements().end());
     for (Placement& place : placements) place.bag = input_.sequences.topology.bag_of(place.first_rank);
-    std::vector<MicroBatchPlan> plans = plans_as_placed(input_, micro_batches, placements, chunk_lens, solvers);
+    std::vector<MicroBatchPlan> plans = plans_as_placed(input_, micro_batches, placements, sums.chunk_lens(), solvers);
     if (!std::ranges::all_of(plans, &MicroBatchPlan::keeps_limit)) return;
     consider(Plan(input_, std::move(micro_batches), std::move(plans)), handicap);
   }
@@ -214,40 +210,6 @@ class StepSolver {
     consider(Plan(input_, std::move(micro_batches), std::move(plans)), handicap);
   }
 
-  /// The given order, each sequence in the smallest group around its home rank: it keeps any limit that ranks keep
-  /// which compute what they are given.
-  void consider_at_home() {
-    const PlanInput& step = input_.sequences;
-    Packing packing{.micro_batches = micro_batches_as_given(step.seq_lens, input_.num_micro_batches)};
-    for (SequenceId id(0); id.value < step.seq_lens.num_sequences(); ++id.value) {
-      const Rank home = step.seq_lens.home_of(id);
-      const BagId bag = step.topology.bag_of(home);
-      const int32_t first = step.topology.bag(bag).first_rank.value;
-      const int32_t degree = step.topology.shapes()[step.topology.bag(bag).shape].degrees.front();
-      packing.placements.push_back(
-          {.bag = bag, .first_rank = Rank(home.value - (home.value - first) % degree), .degree = degree});
-    }
-    consider(packing);
-  }
-
-  /// Each sequence of a replica in its own micro-batch, over a largest bag: what keeps a limit if anything does.
-  void consider_one_by_one() {
-    const PlanInput& step = input_.sequences;
-    const Topology& topology = step.topology;
-    Packing packing;
-    for (int32_t r = 0; r < topology.num_replicas(); ++r) {
-      const auto [first, last] = step.sequences_of(r);
-      if (last.value - first.value > input_.num_micro_batches) return;
-      const BagId bag((r + 1) * topology.num_bags_per_replica() - 1);
-      for (int32_t s = first.value; s < last.value; ++s) {
-        packing.micro_batches.push_back(s - first.value);
-        packing.placements.push_back(
-            {.bag = bag, .first_rank = topology.bag(bag).first_rank, .degree = topology.bag(bag).num_ranks});
-      }
-    }
-    consider(packing);
-  }
-
   StepInput input_;
   std::string_view solver_;
   Effort effort_;
@@ -263,11 +225,8 @@ Plan plan_step(StepInput input, std::string_view solver, Effort effort) {
   planner_for(input.sequences.topology, solver, effort);  // throws at once what each micro-batch's planner would throw
   const bool is_single = input.num_micro_batches == 1;
   if (is_single) {
-    std::optional<MicroBatchPlan> plan = plan_within_limit(input.sequences, solver, effort);
-    if (plan) {
-      std::vector<int32_t> micro_batches(plan->placements().size(), 0);
-      return {std::move(input), std::move(micro_batches), {*std::move(plan)}};
-    }
+    if (std::optional<MicroBatchPlan> plan = plan_within_limit(input.sequences, solver, effort))
+      return *std::move(plan);
   }
   if (!is_single && input.sequences.max_tokens_per_rank == 0)
     input.sequences.max_tokens_per_rank = default_token_limit(input);

@@ -17,7 +17,6 @@
 // with the lowest levels is taken, which hold the fewest tokens.
 #pragma once
 
-#include <string>
 #include <string_view>
 
 #include "knapformer/core/plan/plan.h"
@@ -32,11 +31,5 @@ Plan plan_step(StepInput input, std::string_view solver, Effort effort = {});
 /// Uses as few micro-batches as keep max_tokens_per_rank; the input's number is ignored. Throws ArgumentError (argument
 /// "micro_batches") if there is no limit, and otherwise as plan_step does.
 Plan plan_fewest_micro_batches(StepInput input, std::string_view solver, Effort effort = {});
-
-/// The plan, changed for programs that cannot run a micro-batch on a rank without a sequence. Each rank that has none
-/// gets one, of which every rank keeps at least one other: a whole sequence if its bag takes one, otherwise one that a
-/// group around it shares, with little work. The fullest rank holds no more tokens than before. A rank stays empty if
-/// its replica has no such sequence left.
-Plan fill_ranks(const Plan& plan);
 
 }  // namespace knapformer

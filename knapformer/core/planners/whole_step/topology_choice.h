@@ -1,7 +1,6 @@
 // The choice of a topology to train with: candidates for a cluster and a sample of batches, ranked by predicted time.
 #pragma once
 
-#include <cstdint>
 #include <span>
 #include <string>
 #include <string_view>

@@ -11,6 +11,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from knapformer import ArgumentError, Topology, TopologyOption, attention_pairs, rank_topologies
@@ -121,20 +122,17 @@ def time_budget(draw: Draw) -> Iterator[Step]:
         yield Step([draw.planning.home(batch()) for _ in batches])
 
 
-def static_sharing(degree: int, **cut: Any) -> Way:
+def static_sharing(draw: Draw, degree: int, **cut: Any) -> Iterator[Step]:
     """Sequence parallelism of one degree for all sequences: the ranks of a group share what they have drawn.
 
     cut: fields of the TrainedModel, by which heads and queries are cut. Default: heads alone.
     """
 
-    def steps(draw: Draw) -> Iterator[Step]:
-        topology = f"g{degree}n{draw.num_ranks // degree}"
-        model = draw.planning.model.replace(**({"cuts_queries": False} | cut))
-        for batches in draw.batches:
-            plans = (draw.planning.plan(batch, topology, solver="greedy", model=model) for batch in batches)
-            yield Step([plan_home_bags(plan) for plan in plans])
-
-    return steps
+    topology = f"g{degree}n{draw.num_ranks // degree}"
+    model = draw.planning.model.replace(**({"cuts_queries": False} | cut))
+    for batches in draw.batches:
+        plans = (draw.planning.plan(batch, topology, solver="greedy", model=model) for batch in batches)
+        yield Step([plan_home_bags(plan) for plan in plans])
 
 
 def longest_first(draw: Draw) -> Iterator[Step]:
@@ -146,6 +144,11 @@ def longest_first(draw: Draw) -> Iterator[Step]:
 
 def baselines(num_ranks: int) -> list[Alternative]:
     """The alternatives without this project that this number of ranks allows, the least change first."""
+    one_head: dict[str, Any] = {"num_heads": 1, "num_kv_heads": 1}  # is cut into none: all ranks share queries
+    rings: tuple[tuple[str, str, dict[str, Any]], ...] = (
+        ("ring_8", "static ring 8", one_head),
+        ("ulysses_ring_8", "Ulysses x ring 8", {}),
+    )
     return [
         Alternative("as_drawn", "no balancing", at_home),
         Alternative("one_by_one", "one sample at a time", one_by_one, "batch size 1, and more accumulation"),
@@ -161,18 +164,17 @@ def baselines(num_ranks: int) -> list[Alternative]:
         Alternative("longest_first", "longest first", longest_first, "a sampler that knows the lengths"),
         *(
             Alternative(
-                f"static_{degree}", f"sequence parallel {degree}", static_sharing(degree),
+                f"static_{degree}", f"sequence parallel {degree}", partial(static_sharing, degree=degree),
                 "the model's attention, and the loader", degree=degree,
             )
             for degree in (2, 4, 8) if num_ranks % degree == 0
         ),
         *(
-            Alternative(key, name, static_sharing(8, cuts_queries=True, **cut), "the model's attention, and the loader",
-                        degree=8)
-            # One head is cut into none: all ranks share queries.
-            for key, name, cut in (("ring_8", "static ring 8", {"num_heads": 1, "num_kv_heads": 1}),
-                                   ("ulysses_ring_8", "Ulysses x ring 8", {}))
-            if num_ranks % 8 == 0
+            Alternative(
+                key, name, partial(static_sharing, degree=8, cuts_queries=True, **cut),
+                "the model's attention, and the loader", degree=8,
+            )
+            for key, name, cut in rings if num_ranks % 8 == 0
         ),
     ]  # fmt: skip
 
@@ -180,7 +182,7 @@ def baselines(num_ranks: int) -> list[Alternative]:
 def alternatives(draw: Draw, topologies: Sequence[str]) -> list[Alternative]:
     """The baselines that these ranks allow, then this project's; the least change first. topologies: of the balancer
     in the model."""
-    sampler = planned_whole(f"g1n{draw.num_ranks}", routed=False)
+    sampler = partial(planned_whole, topology=f"g1n{draw.num_ranks}", routed=False)
     change = "the loader's batch sampler, and losses weighed with knapformer.losses"
     found = [*baselines(draw.num_ranks), Alternative("sampler", "BalancedBatchSampler", sampler, change)]
     for topology in topologies:
@@ -190,7 +192,7 @@ def alternatives(draw: Draw, topologies: Sequence[str]) -> list[Alternative]:
             ranks, shared = f"{largest}", f"every sample shared by {largest} ranks"
         found.append(
             Alternative(
-                f"bags {topology}", f"balancer, {ranks} ranks", planned_whole(topology, routed=True),
+                f"bags {topology}", f"balancer, {ranks} ranks", partial(planned_whole, topology=topology, routed=True),
                 "calls in the model, and losses weighed with knapformer.losses", degree=largest, topology=topology,
                 advice=f"the balancer in the model, with {shared}",
             )

@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         args, model=preset.trained_model(), own_fixed=True, d_model=args.d_model or preset.d_model, effort="low"
     )
     source = Source(args, args.ranks, preset, args.columns)
-    if source.is_drawn and args.batch_size is not None:
+    if (args.data is not None or source.samples.steps) and args.batch_size is not None:
         stating = args.lengths if args.data is None else "--data"
         raise ArgumentError(
             f"--batch-size: got {args.batch_size}, expected none: {stating} states what each rank draws"

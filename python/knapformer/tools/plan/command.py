@@ -146,7 +146,7 @@ def _topology(draw: Draw, asked: str) -> str:
     """'auto' is the best of the first step."""
     if asked != "auto":
         return topology_for(asked, draw.num_ranks)
-    return str(next(planned_whole(asked)(draw)).plans[0].topology)
+    return str(next(planned_whole(draw, asked)).plans[0].topology)
 
 
 def _point(steps: Sequence[Step], name: str, peak_tflops: float | None) -> Point:

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from knapformer import ArgumentError, DataMix, Plan, Sample
 from knapformer.adapters.named import ModelConfig
 from knapformer.tools.doctor.alternatives import Alternative, baselines
-from knapformer.tools.draws import batches_of_step
 from knapformer.tools.rank_lengths import Lengths
 from knapformer.tools.ways import NO_BALANCER, PLANNED_STEP, Draw, Planning, Step, by_micro_batch, planned_whole
 
@@ -95,7 +94,8 @@ class Simulation:
             drawn = random.Random(f"{self.args.seed} {number} {rank}").choices(self.lengths, k=self.args.batch_size)
             return list(map(self._sample_of, drawn))
 
-        batches = batches_of_step(step, self.args.micro_batches or 1)
+        count = self.args.micro_batches or 1
+        batches = range(step * count, (step + 1) * count)
         return self._seeded(step, [[batch(rank, k) for k in batches] for rank in range(self.num_ranks)])
 
     def _sample_of(self, length: int) -> Sample:
@@ -137,13 +137,13 @@ class Simulation:
         found: dict[str, Iterator[VariantStep]] = {NO_BALANCER: map(alone, drawn)}
         found |= {of.name: of_other(of) for of in baselines(self.num_ranks) if of.key in args.way}
         for topology in args.topology:
-            found[topology] = map(VariantStep, drawn, by_micro_batch(topology, self.limit)(draw))
+            found[topology] = map(VariantStep, drawn, by_micro_batch(draw, topology, self.limit))
         if args.micro_batches is not None:
             # As BalancedBatchSampler plans: whole samples, where possible at least one on every rank in every
             # micro-batch. A fixed time, which is the same in every plan, would hide how far a plan is from the best.
             cluster = self.planning.cluster.replace(fixed_s=0.0)
-            whole = planned_whole(f"g1n{self.num_ranks}", routed=False)
-            planned = whole(replace(draw, planning=replace(self.planning, cluster=cluster)))
+            unfixed = replace(draw, planning=replace(self.planning, cluster=cluster))
+            planned = planned_whole(unfixed, f"g1n{self.num_ranks}", routed=False)
             found[PLANNED_STEP] = (
                 alone(as_planned(data, step.plan.fill_ranks())) for data, step in zip(drawn, planned, strict=True)
             )

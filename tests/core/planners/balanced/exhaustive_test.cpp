@@ -6,7 +6,7 @@
 #include <limits>
 #include <random>
 
-#include "knapformer/core/planners/balanced/last_steps.h"
+#include "knapformer/core/planners/balanced/uneven_chunks.h"
 #include "knapformer/core/planners/planner.h"
 #include "knapformer/core/util/error.h"
 #include "tests/core/cases.h"

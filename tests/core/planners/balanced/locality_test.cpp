@@ -1,10 +1,12 @@
+#include "knapformer/core/planners/balanced/locality.h"
+
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <string>
 #include <vector>
 
-#include "knapformer/core/planners/balanced/last_steps.h"
+#include "knapformer/core/planners/balanced/uneven_chunks.h"
 #include "knapformer/core/planners/planner.h"
 #include "knapformer/core/util/error.h"
 #include "tests/core/cases.h"

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "knapformer/core/cost/step_time.h"
-#include "knapformer/core/planners/balanced/last_steps.h"
+#include "knapformer/core/planners/balanced/uneven_chunks.h"
 #include "tests/core/cases.h"
 
 namespace knapformer {

@@ -1,9 +1,10 @@
+#include "knapformer/core/planners/balanced/uneven_chunks.h"
+
 #include <gtest/gtest.h>
 
 #include <algorithm>
 
 #include "knapformer/core/plan/micro_batch_plan.h"
-#include "knapformer/core/planners/balanced/last_steps.h"
 #include "tests/core/cases.h"
 
 namespace knapformer {

@@ -13,6 +13,7 @@
 #include "knapformer/core/cost/bounds.h"
 #include "knapformer/core/cost/step_time.h"
 #include "knapformer/core/planners/planner.h"
+#include "knapformer/core/planners/whole_step/fill_ranks.h"
 #include "knapformer/core/util/interrupt.h"
 #include "tests/core/cases.h"
 #include "tests/core/planners/whole_step/steps.h"

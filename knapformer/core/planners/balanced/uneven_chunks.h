@@ -1,4 +1,4 @@
-// The last steps of a planner: what is left to choose where the ranks of each sequence are decided.
+// Where shared sequences are cut.
 #pragma once
 
 #include <cstdint>
@@ -8,11 +8,6 @@
 #include "knapformer/core/plan/micro_batch_plan.h"
 
 namespace knapformer {
-
-/// Sequences of equal length and mask trade places, so that as many as possible lie on their home rank, and of the
-/// others as many as possible in its node. What every rank holds and computes stays the same. So sequences that are all
-/// alike stay where they are. O(n log n). Does nothing where nothing is routed.
-void bring_home(const PlanInput& input, std::span<Placement> placements);
 
 /// Chunk lengths for these placements, `degree` for each sequence, in sequence order. Work per token follows the chunk,
 /// and attention work follows the heads, so the chunks of shared sequences can even out the other tokens that the ranks
