@@ -41,7 +41,7 @@ struct TrainedModel {
   int32_t num_heads = 0;
   int32_t num_kv_heads = 0;
   bool cuts_queries = false;
-  double max_stage_bytes = kInfinity;
+  double max_stage_bytes = 0;
 
   Passes passes() const;
 
@@ -74,8 +74,7 @@ struct TrainedModel {
               "does: ranks whose number does not divide the heads then share queries as well."),
         field("max_stage_bytes", &TrainedModel::max_stage_bytes,
               "With cuts_queries: the most bytes of keys and values that shall come to a rank at once. More come in "
-              "stages, as far as these go.",
-              1, kInfinity)};
+              "stages, as far as these go. 0: no limit.")};
   }
 };
 static_assert(kListsEveryField<TrainedModel>);

@@ -63,7 +63,8 @@ AttentionCut best_cut(const PlanInput& input, Rank first_rank, int32_t degree, c
     AttentionCut cut{.degree = degree, .num_parts = num_parts};
     const AttentionShares shares(input.model.num_heads, input.model.num_kv_heads, {&cut, 1});
     if (!is_fair(shares, degree)) continue;
-    const double limits = key_bytes(input, shares, degree, load) / input.model.max_stage_bytes;
+    const double max_bytes = input.model.max_stage_bytes;
+    const double limits = max_bytes > 0 ? key_bytes(input, shares, degree, load) / max_bytes : 0;
     if (num_parts == 1 && shares.is_even(degree) && limits <= 1) return cut;  // moves the fewest bytes
     const SentRows sent = sent_range(input.cluster, shares, first_rank, degree).max;
     const auto seconds = [&](const Traffic& columns) {

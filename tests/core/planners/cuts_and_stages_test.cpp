@@ -102,7 +102,7 @@ TEST(AttentionCuts, KeysComeInStagesOfAtMostTheGivenBytes) {
       return all_bytes * cut.num_parts / 4 / cut.num_stages;
     };
     // One part in one stage brings a quarter; two parts, of half the heads each, in four stages an eighth.
-    const double least = all_bytes / (heads == 1 ? 4 : 8), free = stage_bytes(kInfinity);
+    const double least = all_bytes / (heads == 1 ? 4 : 8), free = stage_bytes(0);
     EXPECT_EQ(stage_bytes(free), free);
     EXPECT_GT(free, least);
     for (double limit = free; limit > least / 4; limit *= 0.7)
