@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from driver import NUM_RANKS, parser_of, write_results
-from knapformer.tools.presets import PRESETS
+from knapformer.tools.model_presets import PRESETS
 
 from knapformer import DataMix
 

@@ -166,7 +166,7 @@ def constants_table() -> str:
             f"{published['host_s_per_piece'] * 1e6:.2f} us",
             "per block for every piece that the published code copies: chunks times bag size",
         ),
-        ("fixed", f"{published['fixed_s'] * 1e3:.0f} ms", "a step, whatever its load"),
+        ("fixed", f"{published['fixed_s'] * 1e3:.0f} ms", "a micro-batch, whatever its load"),
     )
     return table(("term", "fitted", "of what"), iter(shown)).replace(" ---: |", " --- |")
 

@@ -79,7 +79,7 @@ struct SharedAttention {
 
   /// The two exchanges of run(), without their tensors. Level by level, the first moves q, k, v from this rank's rows
   /// to whole sequences, and the second moves o back. They have no segments where no level travels.
-  /// Of keys that come in stages, those of the first one.
+  /// With stages, to_sequences moves the first one's keys.
   ExchangeArguments to_sequences(HeadCounts heads) const;
   ExchangeArguments to_rows(HeadCounts heads) const;
 

@@ -79,7 +79,7 @@ std::shared_ptr<PlanningAhead> SequenceBalancer::start_planning(std::span<const 
       }
     }
     if (gatherer_) {
-      if (data.failure) ranks_->watchdog()->leave_note(Watchdog::kFailureNote, *data.failure);
+      if (data.failure) ranks_->peer_errors()->leave_note(PeerErrors::kFailureNote, *data.failure);
       ranks_->agree(fingerprint);
       ahead->gather_ = gatherer_->start(own, d_model);
     }
@@ -100,7 +100,7 @@ std::shared_ptr<PlanningAhead> SequenceBalancer::start_planning(std::span<const 
 Planned SequenceBalancer::await(PlanningAhead& ahead) {
   if (ranks_->all()) {
     const auto begin = std::chrono::steady_clock::now();
-    ranks_->watchdog()->wait("finish_planning", [&](std::chrono::milliseconds patience) {
+    ranks_->peer_errors()->wait("finish_planning", [&](std::chrono::milliseconds patience) {
       return ahead.planned_.wait_for(patience) == std::future_status::ready;
     });
     ranks_->all()->counters().add_wait_since(begin);
@@ -131,7 +131,7 @@ std::shared_ptr<Plan> SequenceBalancer::finish_planning(PlanningAhead& ahead) {
         failed != planned.statuses.end()) {
       const auto rank = static_cast<int32_t>(failed - planned.statuses.begin());
       const std::optional<std::string> reason =
-          ranks_->watchdog() ? ranks_->watchdog()->note_of(rank, Watchdog::kFailureNote) : std::nullopt;
+          ranks_->peer_errors() ? ranks_->peer_errors()->note_of(rank, PeerErrors::kFailureNote) : std::nullopt;
       planned.failed.emplace(text("rank ", rank, ": ", reason.value_or("its data failed")));
     }
     // What ranks observed is heard once, also where a plan is finished again.

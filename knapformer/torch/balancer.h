@@ -5,15 +5,14 @@
 //   const Step step = balancer.current();                 // which moves tensors: step.h
 //
 // Ranks has its groups, and makes an error on one rank an error on all; the rest of planning, for which no other rank
-// is needed, is in rank_plan.h. The calls of the published method, which go by the step in force (that of the last
+// is needed, is in planning.h. The calls of the published method, which go by the step in force (that of the last
 // plan), are Python's.
 //
 // Methods that plan are collective: all ranks of the group call them in the same order, also ranks without sequences.
 // An error on one rank becomes an error on all, which then need a new balancer.
 //
-// Collectives in a step: one to plan, one for each route and reverse_route, for each attention (none in bags of one)
-// one before it, one more for each further stage of keys, and one after it; in the backward pass as many, planning
-// aside.
+// Collectives in a step: one to plan; one for each route and reverse_route; for each attention, outside bags of one,
+// two, and one more for each stage of keys behind the first. As many in the backward pass, but for planning.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -37,7 +36,7 @@
 #include "knapformer/core/plan/plan.h"
 #include "knapformer/torch/comm/gather_lengths.h"
 #include "knapformer/torch/feedback.h"
-#include "knapformer/torch/rank_plan.h"
+#include "knapformer/torch/planning.h"
 #include "knapformer/torch/ranks.h"
 #include "knapformer/torch/sample_exchange.h"
 #include "knapformer/torch/step.h"

@@ -51,10 +51,10 @@ Ranks::Ranks(std::string_view topology, BalancerOptions options, ProcessGroupPtr
   if (!store) throw_argument("group", "a group without a store", "one with a store, by which its ranks agree");
   balancer_ = store->add(text(kStorePrefix, rank_.value), 1);
   const std::string prefix = text(kStorePrefix, "number ", balancer_);
-  watchdog_ =
-      std::make_shared<Watchdog>(c10::make_intrusive<c10d::PrefixStore>(prefix, store), rank_.value, group->getSize());
-  all_ = CommGroup::make(group, prefix + "/all", watchdog_);
-  watchdog_->guard([&] {
+  peer_errors_ = std::make_shared<PeerErrors>(c10::make_intrusive<c10d::PrefixStore>(prefix, store), rank_.value,
+                                              group->getSize());
+  all_ = CommGroup::make(group, prefix + "/all", peer_errors_);
+  peer_errors_->guard([&] {
     agree(settings_on(group->getSize()));
     if (make_cpu_group && !all_->control_device().is_cpu()) all_->use_cpu_group(make_cpu_group());
     bag_ = join_bag(group, prefix + "/bag", make_bag_group);
@@ -81,11 +81,11 @@ std::shared_ptr<CommGroup> Ranks::join_bag(const ProcessGroupPtr& group, const s
                    text("a group in which this is rank ", bag_group->getRank(), " of ", bag_group->getSize()),
                    text("one with a store, in which it is rank ", rank_in_bag, " of ", bag.num_ranks));
   }
-  return CommGroup::make(bag_group, store_prefix, watchdog_, bag.first_rank.value);
+  return CommGroup::make(bag_group, store_prefix, peer_errors_, bag.first_rank.value);
 }
 
 void Ranks::report(const std::exception& error) noexcept {
-  if (watchdog_) watchdog_->post(error);
+  if (peer_errors_) peer_errors_->post(error);
 }
 
 void Ranks::agree(const Fingerprint& call) {

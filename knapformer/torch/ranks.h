@@ -15,7 +15,7 @@
 #include "knapformer/core/model/topology.h"
 #include "knapformer/core/util/ids.h"
 #include "knapformer/torch/comm/comm_group.h"
-#include "knapformer/torch/rank_plan.h"
+#include "knapformer/torch/planning.h"
 
 namespace knapformer {
 
@@ -37,9 +37,9 @@ class Ranks {
   /// Runs the body of a collective method. Throws after an earlier error; tells other ranks of an error in the body.
   template <class Body>
   decltype(auto) collective(Body body) {
-    if (!watchdog_) return body();
-    watchdog_->check_usable();
-    return watchdog_->guard(body);
+    if (!peer_errors_) return body();
+    peer_errors_->check_usable();
+    return peer_errors_->guard(body);
   }
   /// Tells the other ranks of an error outside of `collective`.
   void report(const std::exception& error) noexcept;
@@ -60,7 +60,7 @@ class Ranks {
 
   /// Null for one rank alone, as the next.
   const std::shared_ptr<CommGroup>& all() const { return all_; }
-  const std::shared_ptr<Watchdog>& watchdog() const { return watchdog_; }
+  const std::shared_ptr<PeerErrors>& peer_errors() const { return peer_errors_; }
   /// Null in a bag of one.
   const std::shared_ptr<CommGroup>& bag() const { return bag_; }
 
@@ -84,7 +84,7 @@ class Ranks {
   BalancerOptions options_;  // with the topology
   Rank rank_;
   int64_t balancer_ = 0;
-  std::shared_ptr<Watchdog> watchdog_;
+  std::shared_ptr<PeerErrors> peer_errors_;
   std::shared_ptr<CommGroup> all_, bag_;
   std::vector<TablesDevice> devices_;
   int64_t next_number_ = 1;

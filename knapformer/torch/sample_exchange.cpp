@@ -173,7 +173,7 @@ void SampleExchange::launch(const std::vector<Record>& sent, const Samples& own,
   sent_ = packed.to(device, /*non_blocking=*/true);
   received_ =
       at::empty({c10::sum_integers(recv_splits)}, options.device(device).pinned_memory(pinned && device.is_cpu()));
-  work_ = group_->start_all_to_all(received_, sent_, std::move(recv_splits), std::move(send_splits));
+  work_ = group_->start_all_to_all(received_, sent_, std::move(recv_splits), std::move(send_splits), "samples");
 }
 
 std::vector<std::vector<SampleTensors>> SampleExchange::finish() {

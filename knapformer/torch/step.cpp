@@ -160,7 +160,7 @@ void Step::check_attention_inputs(const at::Tensor& q, const at::Tensor& k, cons
   check_device(k, "k", q, "q");
   check_device(v, "v", q, "q");
   if (v.size(1) != k.size(1)) throw_argument("v", text(v.size(1), " heads"), text(k.size(1), " heads, as k has"));
-  static_cast<void>(head_partition({.num_heads = q.size(1), .num_kv_heads = k.size(1)}, 1));  // checks the counts
+  static_cast<void>(partition_heads(q.size(1), k.size(1), 1));  // checks the counts
 }
 
 void Step::check_flat(std::string_view call) const {

@@ -1,7 +1,7 @@
 """SequenceBalancer: plans a training step, and moves its tensors. Needs torch.
 
 The work is done in C++ (`knapformer._torch`). What has to be Python are the process groups, which torch.distributed
-makes, and what launchers say of nodes (`groups`, `nodes`).
+makes, and what launchers say of nodes (`groups`, `node_topology`).
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ class ExchangeCost:
 
 @dataclass(frozen=True)
 class FixedCost:
-    """The time that a micro-batch takes beside its blocks, whatever its load: embeddings, loss, the host, and the
-    communication that FSDP does not hide."""
+    """The time that a micro-batch takes beyond its blocks, its exchanges and FSDP, whatever its load: embeddings, loss,
+    the host."""
 
     num_ranks: int  # ranks that sharded the model
     seconds: float

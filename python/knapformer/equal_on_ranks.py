@@ -1,7 +1,7 @@
 """Ranks make sure that what must be equal on all of them is, through the default group's store. Needs torch.
 
 Neither a collective of a backend nor a device takes part, so ranks may come here between any collectives of FSDP and
-others. A rank makes six calls of the store.
+others. A rank makes five calls of the store.
 """
 
 from __future__ import annotations

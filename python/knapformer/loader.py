@@ -310,19 +310,19 @@ class BalancedStepLoader(_Loader[list[dict[str, Tensor]]]):
     def _iterate(self, source: _Source) -> Iterator[tuple[list[dict[str, Tensor]], Plan]]:
         balancer = self._balancer
         # Two steps ahead: the next step's samples are in flight, and the lengths of the step after it.
-        moving, position = self._fetch(source), source.position
+        moving, before_moving = self._fetch(source), source.position
         balancer.start_moving(moving)
-        drawn, after = None if self._has_ended(moving) else self._fetch(source), source.position
+        drawn, before_drawn = None if self._has_ended(moving) else self._fetch(source), source.position
         while drawn is not None:
             planned = balancer.finish_planning(moving)
             micro_batches = balancer.finish_moving(moving)
             balancer.start_moving(drawn)
             moving, drawn = drawn, None if self._has_ended(drawn) else self._fetch(source)
-            self._position, position, after = position, after, source.position
+            self._position, before_moving, before_drawn = before_moving, before_drawn, source.position
             self._step_plan = planned
             for number, tensors in enumerate(micro_batches):
                 if number == len(micro_batches) - 1:
-                    self._position = position
+                    self._position = before_moving
                 self._micro_batch = number
                 plan = balancer.follow(planned, number)
                 yield [dict(zip(self._names, chunk, strict=True)) for chunk in tensors], plan

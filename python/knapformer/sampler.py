@@ -172,14 +172,9 @@ class BalancedBatchSampler(Sampler[list[int]]):
             step_size=num_replicas * micro_batches * batch_size, drop_last=drop_last, allow_empty=allow_empty,
             max_tokens_per_rank=max_tokens_per_rank,
         )  # fmt: skip
-        of_samples = {"lengths": lengths, "work": work, "masks": masks}
-        drawn = {"weights": of_weights, "repeats": of_repeats}
+        checked = {"lengths": lengths, "work": work, "masks": masks, "weights": of_weights, "repeats": of_repeats}
         planned = self._steps.checked(of_weights, of_repeats)
-        self._arguments = given | vars(self._steps.cost) | of_samples | drawn | {"num_replicas": num_replicas}
-        for name in ("cluster", "model", "num_heads"):  # fields of these are among the plan's settings
-            del self._arguments[name]
-        # In one form, whatever form they were given in.
-        self._arguments |= {"topology": str(planned.topology), **dict(planned.settings)}
+        self._compared = _compared(given | checked | {"num_replicas": num_replicas}, self._steps.cost, planned)
         self._next_pass = _Pass(epoch=0, first=0)
         self._pass = self._next_pass  # of which the methods speak
         self._steps.check_last_step(0)
@@ -187,7 +182,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         keep_lists(BalancedBatchSampler)
         bags = Topology(self._steps.topology, num_replicas)
         gives_shared_samples(self, bags, "placed=True for its samples")
-        self._is_asked = all(len(bag) == 1 for bag in bags.bags)  # what a rank computes of its samples
+        self._is_asked = all(len(bag) == 1 for bag in bags.bags)  # nothing is shared: no need to ask
 
     def __iter__(self) -> Iterator[list[int]]:
         return self._lists(sys._getframe(1))
@@ -325,7 +320,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     @cached_property
     def _described(self) -> dict[str, str]:
-        return {"knapformer": __version__, **{name: described(value) for name, value in self._arguments.items()}}
+        return {"knapformer": __version__, **{name: described(value) for name, value in self._compared.items()}}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """The next pass goes on from the position in `state`, with any number of ranks and micro-batches for which the
@@ -383,6 +378,14 @@ class BalancedBatchSampler(Sampler[list[int]]):
         if len(done) > _STEPS_KEPT:
             done.popitem(last=False)
         return done[step]
+
+
+def _compared(given: dict[str, Any], cost: Cost, planned: Plan) -> dict[str, Any]:
+    """What ranks compare, in one form, whatever form it was given in. planned: what says what it was made with."""
+    arguments = given | vars(cost)
+    for name in ("cluster", "model", "num_heads"):  # fields of these are among the plan's settings
+        del arguments[name]
+    return arguments | {"topology": str(planned.topology), **dict(planned.settings)}
 
 
 def _place(num_replicas: int | None, rank: int | None) -> tuple[int, int]:

@@ -9,11 +9,11 @@
 // Only the part of the exchange that no plan can hide counts, on one link for all sequences: the one with the higher
 // bound.
 //
-// Several micro-batches. Let the longest take L, the slowest rank's block time, and all of them T in all. A sequence
-// has to fit into L, and a rank spends at most T in all micro-batches together. So L decides the degrees, and these T.
-// What a step takes is convex in its micro-batches' block times, as the FSDP time that is not hidden is: it is lowest
-// where those beside the longest take equally long. The bound is the lowest over all L. Where ranks wait once, L and T
-// are the slowest rank's sum.
+// Several micro-batches. Let L be the longest one's block time (of its slowest rank), and T that of all together. A
+// sequence has to fit into L, and a rank spends at most T in all micro-batches together. So L decides the degrees, and
+// these T. What a step takes is convex in its micro-batches' block times, as the FSDP time that is not hidden is: it is
+// lowest where those beside the longest take equally long. The bound is the lowest over all L. Where ranks wait once, L
+// and T are the slowest rank's sum.
 #pragma once
 
 #include <algorithm>
@@ -24,7 +24,7 @@ namespace knapformer {
 
 /// A lower bound of predict_step's total: without sequences, FSDP and the fixed time. O(n log n).
 double lower_bound_s(const StepInput& input);
-/// Lower bound, in O(n log n): of the sum over micro-batches of MicroBatchTime::replica_block_s in the slowest replica.
+/// A lower bound of the slowest replica's MicroBatchTime::replica_block_s, summed over micro-batches. O(n log n).
 double blocks_lower_bound_s(const StepInput& input);
 /// The same of one replica. `topology`: over the same ranks as the input's.
 double replica_lower_bound_s(const PlanInput& input, const Topology& topology, int32_t replica);

@@ -55,7 +55,8 @@ struct Cluster {
         field("node_latency_s", &Cluster::node_latency_s,
               "Seconds before the first byte of an exchange inside a node: launch and one hop."),
         field("network_latency_s", &Cluster::network_latency_s, "The same, between nodes."),
-        field("fixed_s", &Cluster::fixed_s, "Seconds a step, whatever its load: kernel launches, embeddings, loss."),
+        field("fixed_s", &Cluster::fixed_s,
+              "Seconds a micro-batch, whatever its load: kernel launches, embeddings, loss."),
         field("host_s_per_piece", &Cluster::host_s_per_piece,
               "Host seconds per block for every piece (a chunk, times the ranks that share it) that is copied one by "
               "one; 0 here, not in the published implementation."),

@@ -209,6 +209,31 @@ int64_t Mask::pairs_of(int64_t seq_len, const QueryPart& part) const {
   return pairs;
 }
 
+namespace {
+
+/// The run of keys that holds all which these queries see. `first_run`: one before them, or theirs; then the last one
+/// of theirs. `queries`: before each run.
+QueryPart part_of(std::span<const MaskRun> runs, std::span<const int64_t> queries, int64_t first, int64_t end,
+                  size_t& first_run) {
+  int64_t first_key = queries.back(), end_key = 0;
+  for (size_t& run = first_run; run < runs.size() && queries[run] < end; ++run) {
+    const int64_t from = std::max(first, queries[run]) - queries[run],
+                  to = std::min(end, queries[run + 1]) - queries[run];
+    if (!runs[run].keys.empty()) {
+      first_key = std::min(first_key, runs[run].part(from, 1).keys.front().first);
+      end_key = std::max({end_key, runs[run].part(from, 1).keys.back().end, runs[run].part(to - 1, 1).keys.back().end});
+    }
+    if (end < queries[run + 1]) break;  // the next part begins in this run
+  }
+  const bool any = end > first && end_key > first_key;
+  return {.first_query = first,
+          .num_queries = end - first,
+          .first_key = any ? first_key : first,
+          .num_keys = any ? end_key - first_key : 0};
+}
+
+}  // namespace
+
 std::vector<QueryPart> Mask::query_parts(int64_t seq_len, int32_t num_parts) const {
   if (num_parts == 1) return {{.first_query = 0, .num_queries = seq_len, .first_key = 0, .num_keys = seq_len}};
   const std::vector<MaskRun> all = runs(seq_len);
@@ -239,21 +264,7 @@ std::vector<QueryPart> Mask::query_parts(int64_t seq_len, int32_t num_parts) con
     const int64_t total = pairs.back(), target = total / num_parts * j + total % num_parts * j / num_parts;
     int64_t end = seq_len;
     if (j < num_parts) end = total > 0 ? queries_with(target) : seq_len * j / num_parts;  // no pairs: evenly
-    int64_t first_key = seq_len, end_key = 0;
-    for (; run < all.size() && queries[run] < end; ++run) {
-      const int64_t from = std::max(first, queries[run]) - queries[run],
-                    to = std::min(end, queries[run + 1]) - queries[run];
-      if (!all[run].keys.empty()) {
-        first_key = std::min(first_key, all[run].part(from, 1).keys.front().first);
-        end_key = std::max({end_key, all[run].part(from, 1).keys.back().end, all[run].part(to - 1, 1).keys.back().end});
-      }
-      if (end < queries[run + 1]) break;  // the next part begins in this run
-    }
-    const bool any = end > first && end_key > first_key;
-    parts.push_back({.first_query = first,
-                     .num_queries = end - first,
-                     .first_key = any ? first_key : first,
-                     .num_keys = any ? end_key - first_key : 0});
+    parts.push_back(part_of(all, queries, first, end, run));
     first = end;
   }
   return parts;

@@ -12,9 +12,9 @@
 // "density:0.25". Of a sequence with these tokens alone:
 //
 //   "c120 f1024 f4096@0 clean:8x1560 noisy:8x1560"   parts, causal or full inside, in order. A part sees all parts
-//       before it as well, or those that are numbered from 0 behind its @: "f4096@0,2-3", none: "f4096@". clean:8x1560
-//       stands for 8 full parts; of as many noisy ones each sees the clean ones before its own, and what lies before
-//       these.
+//       before it as well, or those whose numbers (from 0) stand behind its @: "f4096@0,2-3"; none: "f4096@".
+//       clean:8x1560 stands for 8 full parts; of as many noisy ones each sees the clean ones before its own, and what
+//       lies before these.
 //   "ranges:120=0-1+;1024=0-1144,2000-2010"   runs of queries. Of 120 queries the first sees the keys [0, 1), and with
 //       each query an end with + moves on by a key.
 #pragma once

@@ -50,7 +50,7 @@ struct AttentionCut {
 
   int32_t degree = 1, num_parts = 1, num_stages = 1;
 
-  /// Of keys and values, what comes while attention runs on earlier stages, which is as large a part of it.
+  /// The part of keys and values in later stages; as large a part of attention runs meanwhile.
   double part_of_later_stages() const { return 1 - 1.0 / num_stages; }
   /// Of attention: each further stage is merged with those before (2 % each, kernels alone on an H200).
   double attention_factor() const { return 1 + 0.02 * (num_stages - 1); }

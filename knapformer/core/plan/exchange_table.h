@@ -74,9 +74,9 @@ struct AttentionLevel : HeadSharing {
   /// What attention sees, in this order: of each sequence the queries of this rank's part, and the keys for them.
   std::vector<QueryPart> sequences;
   std::vector<SequenceId> sequence_ids;  // of the same
-  /// Rows of this level's chunks here -> rows of `sequences`: of queries; and of keys and values, by stage. Where
-  /// queries are not cut all three travel by `queries`, and there are no stages. Peers are the ranks of the bag. Rows
-  /// are counted from first_row. Degree 1 needs no exchange and its tables are empty.
+  /// From this level's rows here to the rows of `sequences`: of queries; and of keys and values, by stage. Where
+  /// queries are not cut, `queries` moves all three, and there are no stages. Peers are the ranks of the bag. Rows are
+  /// counted from first_row. Degree 1 needs no exchange and its tables are empty.
   ExchangeTable queries;
   struct Stage {
     ExchangeTable keys;

@@ -36,7 +36,7 @@ struct PlanInput {
   /// formula's work.
   std::vector<double> given_work = {};
   double token_part = 1;
-  /// By degree, where queries are cut (AttentionShares): see cut_attention in planners/cuts_and_stages.h.
+  /// By degree, where queries are cut (AttentionShares): see cut_attention in planners/attention_cuts_and_stages.h.
   std::vector<AttentionCut> attention_cuts = {};
 
   /// Sets given_work (by sequence, each from 1 / kMaxMagnitude to kMaxMagnitude), and token_part for these lengths and

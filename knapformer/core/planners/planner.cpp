@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <array>
 
+#include "knapformer/core/planners/attention_cuts_and_stages.h"
 #include "knapformer/core/planners/balanced/solver.h"
-#include "knapformer/core/planners/cuts_and_stages.h"
 #include "knapformer/core/planners/greedy/greedy.h"
-#include "knapformer/core/planners/token_limit.h"
+#include "knapformer/core/planners/least_token_limit.h"
 
 namespace knapformer {
 namespace {

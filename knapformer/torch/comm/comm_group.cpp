@@ -55,21 +55,21 @@ std::chrono::milliseconds timeout_of(c10d::ProcessGroup& group) {
   }
 }
 
-CommGroup::CommGroup(ProcessGroupPtr group, const std::string& store_prefix, std::shared_ptr<Watchdog> watchdog,
+CommGroup::CommGroup(ProcessGroupPtr group, const std::string& store_prefix, std::shared_ptr<PeerErrors> peer_errors,
                      int32_t first_rank)
-    : process_group_(std::move(group)), watchdog_(std::move(watchdog)) {
+    : process_group_(std::move(group)), peer_errors_(std::move(peer_errors)) {
   const RankInGroup place{
       .rank = process_group_->getRank(), .num_ranks = process_group_->getSize(), .first_number = first_rank};
   fingerprints_ = std::make_shared<CallFingerprints>(
       c10::make_intrusive<c10d::PrefixStore>(store_prefix, process_group_->getStore()), place,
-      timeout_of(*process_group_), watchdog_);
-  watchdog_->watch(fingerprints_);
+      timeout_of(*process_group_), peer_errors_);
+  peer_errors_->watch(fingerprints_);
 }
 
 std::shared_ptr<CommGroup> CommGroup::make(ProcessGroupPtr group, const std::string& store_prefix,
-                                           std::shared_ptr<Watchdog> watchdog, int32_t first_rank) {
+                                           std::shared_ptr<PeerErrors> peer_errors, int32_t first_rank) {
   const std::shared_ptr<CommGroup> made = owned_by_this_process(
-      std::unique_ptr<CommGroup>(new CommGroup(std::move(group), store_prefix, std::move(watchdog), first_rank)));
+      std::unique_ptr<CommGroup>(new CommGroup(std::move(group), store_prefix, std::move(peer_errors), first_rank)));
   Registry& r = registry();
   const std::lock_guard lock(r.mutex);
   std::erase_if(r.groups, [](const std::weak_ptr<CommGroup>& known) { return known.expired(); });
@@ -83,7 +83,7 @@ void CommGroup::release_process_groups() {
   for (const std::weak_ptr<CommGroup>& known : r.groups) {
     const std::shared_ptr<CommGroup> group = known.lock();
     if (!group || group->process_ != ::getpid()) continue;
-    group->watchdog().leave(/*at_end=*/true);
+    group->peer_errors().leave(/*at_end=*/true);
     ProcessGroupPtr released, released_cpu;  // dropped after the lock, too: their threads may still use the comm group
     const std::lock_guard lock(group->mutex_);
     released.swap(group->process_group_);
@@ -121,12 +121,12 @@ at::Device CommGroup::control_device() const {
 void CommGroup::fail(std::string_view label, const std::exception& error) {
   // Another rank's error or end is the better reason, and may take a moment to be known. Meanwhile the others that fail
   // here say that they are here: what is left are the ranks that have ended.
-  watchdog_->show_call(label);
+  peer_errors_->show_call(label);
   for (int32_t i = 0; i < 40; ++i) {
-    watchdog_->look();
+    peer_errors_->look();
     std::this_thread::sleep_for(std::chrono::milliseconds(50));
   }
-  const std::string absent = watchdog_->absent_ranks(*fingerprints_);
+  const std::string absent = peer_errors_->absent_ranks(*fingerprints_);
   throw StateError(text(label, ": the collective failed on rank ", fingerprints_->place().number(), ": ", error.what(),
                         absent.empty() ? "" : "; not in this call: ", absent));
 }
@@ -180,7 +180,7 @@ void CommGroup::wait(c10d::Work& work, at::Device device, std::string_view label
     }
     return false;
   };
-  watchdog_->wait(label, poll, in_background);
+  peer_errors_->wait(label, poll, in_background);
   if (!in_background) counters_.add_wait_since(wait_begin);
 }
 

@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "knapformer/torch/comm/fingerprint.h"
-#include "knapformer/torch/comm/watchdog.h"
+#include "knapformer/torch/comm/peer_errors.h"
 
 namespace knapformer {
 
@@ -37,9 +37,9 @@ class CommGroup {
  public:
   /// store_prefix: a prefix of store keys that no other comm group over this process group uses; the same on all ranks.
   /// first_rank: the number that messages give the group's first rank; the others follow it. Thread-safe. A forked
-  /// process never deletes it, nor what it holds: the threads of the process group and of the watchdog are not there.
+  /// process never deletes it, nor what it holds: the threads of the process group are not there.
   static std::shared_ptr<CommGroup> make(ProcessGroupPtr group, const std::string& store_prefix,
-                                         std::shared_ptr<Watchdog> watchdog, int32_t first_rank = 0);
+                                         std::shared_ptr<PeerErrors> peer_errors, int32_t first_rank = 0);
 
   /// For a process that is about to end: leaves all balancers, releases all process groups, and waits for the threads
   /// of those that nobody else holds. No collective can start afterwards. Leaves those of the process that this one
@@ -56,7 +56,7 @@ class CommGroup {
   int32_t num_ranks() const { return fingerprints_->place().num_ranks; }
   CallFingerprints& fingerprints() { return *fingerprints_; }
   CommCounters& counters() { return counters_; }
-  Watchdog& watchdog() { return *watchdog_; }
+  PeerErrors& peer_errors() { return *peer_errors_; }
   /// From now on, tensors on the CPU travel by `group`, which has the same ranks, as this group's own process group has
   /// no backend for them.
   void use_cpu_group(ProcessGroupPtr group);
@@ -76,7 +76,7 @@ class CommGroup {
             const std::stop_token& stop = {});
 
  private:
-  CommGroup(ProcessGroupPtr group, const std::string& store_prefix, std::shared_ptr<Watchdog> watchdog,
+  CommGroup(ProcessGroupPtr group, const std::string& store_prefix, std::shared_ptr<PeerErrors> peer_errors,
             int32_t first_rank);
   WorkPtr start(std::string_view label, size_t num_bytes, const std::function<WorkPtr()>& launch);
   /// Throws the cause of a failed collective: the error of another rank, or else a StateError that quotes `error`.
@@ -89,7 +89,7 @@ class CommGroup {
   const pid_t process_ = ::getpid();
   ProcessGroupPtr process_group_;
   ProcessGroupPtr cpu_group_;  // null: process_group_ serves the CPU, or nothing does
-  std::shared_ptr<Watchdog> watchdog_;
+  std::shared_ptr<PeerErrors> peer_errors_;
   std::shared_ptr<CallFingerprints> fingerprints_;
   CommCounters counters_;
 };

@@ -48,8 +48,8 @@ std::string Fingerprint::announced() const {
 }
 
 CallFingerprints::CallFingerprints(c10::intrusive_ptr<c10d::Store> store, RankInGroup place,
-                                   std::chrono::milliseconds timeout, std::shared_ptr<Watchdog> watchdog)
-    : WatchedGroup(place), store_(std::move(store)), timeout_(timeout), watchdog_(std::move(watchdog)) {
+                                   std::chrono::milliseconds timeout, std::shared_ptr<PeerErrors> peer_errors)
+    : WatchedGroup(place), store_(std::move(store)), timeout_(timeout), peer_errors_(std::move(peer_errors)) {
   if (place.num_ranks > 1) calls_.reserve(2 * kKeptCalls);
 }
 
@@ -127,13 +127,13 @@ void CallFingerprints::await_others(const Fingerprint& own) {
   const std::string name = value_of("call", own.fields);
   const auto give_up = std::chrono::steady_clock::now() + timeout_;
   std::chrono::microseconds pause(100);
-  watchdog_->wait(name, [&](std::chrono::milliseconds patience) {
+  peer_errors_->wait(name, [&](std::chrono::milliseconds patience) {
     for (const auto look = std::chrono::steady_clock::now() + patience; std::chrono::steady_clock::now() < look;
          std::this_thread::sleep_for(pause)) {
       if (store_->add(key(num_calls_, kNumCome), 0) == place_.num_ranks) return true;
-      watchdog_->check_errors();
+      peer_errors_->check_errors();
       if (std::chrono::steady_clock::now() > give_up) {
-        const std::string absent = watchdog_->absent_ranks(*this);
+        const std::string absent = peer_errors_->absent_ranks(*this);
         throw StateError(text(name, ": rank ", place_.number(), " waited ",
                               std::chrono::duration_cast<std::chrono::seconds>(timeout_).count(),
                               " s, the group's timeout, for ", absent.empty() ? "the other ranks" : absent,

@@ -9,7 +9,7 @@
 // the same, since they predict from what they agreed on. A rank whose call is as predicted goes ahead: nothing is
 // exchanged in the steady state. A rank whose call is not as predicted announces it in the group's store, and waits
 // until all ranks have announced the same call. A rank that went ahead while another announced a call finds out when it
-// has waited for a moment (watchdog.h).
+// has waited for a moment (peer_errors.h).
 //
 // Steps have numbers, in the order in which ranks plan. A prediction holds how far a call's step is from the one that
 // ranks planned or followed last: 0, where nobody holds steps. So it is the same in every step.
@@ -26,7 +26,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
-#include "knapformer/torch/comm/watchdog.h"
+#include "knapformer/torch/comm/peer_errors.h"
 
 namespace knapformer {
 
@@ -53,7 +53,7 @@ class CallFingerprints final : public WatchedGroup {
  public:
   /// store: shared by the group's ranks, for this object alone. timeout: how long to wait for announcements of others.
   CallFingerprints(c10::intrusive_ptr<c10d::Store> store, RankInGroup place, std::chrono::milliseconds timeout,
-                   std::shared_ptr<Watchdog> watchdog);
+                   std::shared_ptr<PeerErrors> peer_errors);
   /// The last rank to come here removes the group's keys from the store.
   ~CallFingerprints() override;
 
@@ -88,7 +88,7 @@ class CallFingerprints final : public WatchedGroup {
   c10::intrusive_ptr<c10d::Store> store_;
   std::chrono::milliseconds timeout_;
   pid_t process_ = ::getpid();
-  std::shared_ptr<Watchdog> watchdog_;
+  std::shared_ptr<PeerErrors> peer_errors_;
 
   std::recursive_mutex mutex_;  // recursive: a wait for announcements checks for others, too
   std::set<Kind> kinds_;

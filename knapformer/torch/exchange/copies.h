@@ -1,7 +1,7 @@
 // Copies of rows into the buffer of an all-to-all, and out of it: a list, and three ways to run it. All make the same
 // bytes, so ranks may mix them:
 //
-//   kCpu      memcpy, on ATen's threads
+//   kCpu      memcpy, on ATen's threads; CPU tensors only
 //   kKernel   the packing kernel (packing_kernel.h): one launch for the whole list
 //   kDevice   ATen's index operations, on any device: an operation or two for each copy
 //

@@ -58,7 +58,7 @@ class InFlight {
   /// Packs, and launches the all-to-all. Collective.
   InFlight(at::TensorList tensors, CallPtr call) : call_(std::move(call)), group_(call_->arguments.group) {
     RECORD_USER_SCOPE(text("knapformer::start ", call_->arguments.label()));
-    group_->watchdog().guard([&] {
+    group_->peer_errors().guard([&] {
       exchange_ = std::make_unique<ExchangeCall>(tensors, call_->arguments);
       exchange_->pack();
       // The last step before the collective, as ranks look for errors in it. While a backend opens connections, which
@@ -81,7 +81,7 @@ class InFlight {
 
   /// Waits and unpacks; once.
   Tensors finish() {
-    return group_->watchdog().guard([&] {
+    return group_->peer_errors().guard([&] {
       if (!exchange_) throw StateError(text(call_->arguments.label(), ": has been finished before, expected once"));
       const std::unique_ptr<ExchangeCall> exchange = std::move(exchange_);
       group_->wait(*work_, exchange->device(), exchange->label());
@@ -205,7 +205,7 @@ void refuse_transforms(const Tensors& tensors, const ExchangeArguments& argument
   const bool transformed = c10::impl::tls_local_dispatch_key_set().included_.has_any(kTransforms);
   const auto has_tangent = [](const at::Tensor& tensor) { return tensor._fw_grad(/*level=*/0).defined(); };
   if (!transformed && std::ranges::none_of(tensors, has_tangent)) return;
-  arguments.group->watchdog().guard([&] {
+  arguments.group->peer_errors().guard([&] {
     throw ArgumentError(text(arguments.label(), ": got tensors ",
                              transformed ? "inside torch.func or vmap" : "with tangents",
                              ", expected plain ones: take gradients one by one, by backward() or torch.autograd.grad"));

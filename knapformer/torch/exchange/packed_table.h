@@ -12,12 +12,8 @@
 
 namespace knapformer {
 
-/// What copies rows into the buffers of an all-to-all, and out of them.
-enum class ExchangeEngine {
-  kCpu,     // memcpy; CPU tensors only
-  kDevice,  // ATen's index operations with index tensors on the tensors' device; any device
-  kKernel,  // the packing kernel, one launch a side; devices that have it (copies.h)
-};
+/// What copies rows into the buffers of an all-to-all, and out of them (copies.h).
+enum class ExchangeEngine { kCpu, kDevice, kKernel };
 
 /// One end of an exchange; members as ExchangeEnd's.
 struct PackedEnd {

@@ -42,8 +42,8 @@ class Adapter(ABC):
     # For classes of LIBRARY, or of the adapter's own package, the packed forward that goes by theirs: of blocks, and of
     # other modules that are called with Packed. FSDP gathers a module when it is called, not when only its parts are.
     packed: ClassVar[dict[str, PackedForward]]
-    # Modules of the blocks and of the model whose parts are called in place of the module, such as those that attend;
-    # and, likewise, the classes of their attention processors that compute the same as the packed blocks.
+    # Modules of the blocks and of the model whose parts a packed call calls in place of the module, such as those that
+    # attend; and their attention processors that compute what the packed blocks do.
     in_parts: ClassVar[tuple[str, ...]] = ("attn",)
     processors: ClassVar[tuple[str, ...]] = ()
     # Fields of the model's config with which, where they are set, it computes what packed blocks do not.

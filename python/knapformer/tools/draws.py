@@ -11,7 +11,7 @@ from functools import cached_property
 from knapformer import ArgumentError, DataMix, Sample
 from knapformer.tools.cli_args import refuse
 from knapformer.tools.lengths_files import SampleFile, read_batches, read_samples
-from knapformer.tools.presets import Preset
+from knapformer.tools.model_presets import Preset
 from knapformer.tools.rank_lengths import Lengths, micro_batches_of_step
 
 _STEPS = 20

@@ -20,7 +20,7 @@ from knapformer import ArgumentError
 from knapformer._core import MAX_SEQUENCE_TOKENS
 from knapformer.json_file import line_value, parse_json
 from knapformer.lengths_log import read_log
-from knapformer.tools.presets import DEFAULT_PRESET, PRESETS, Preset
+from knapformer.tools.model_presets import DEFAULT_PRESET, PRESETS, Preset
 from knapformer.tools.rank_lengths import MaskedLength, has_masks
 
 FORMATS = ("json", "jsonl", "ndjson", "txt", "csv", "tsv", "parquet")

@@ -79,7 +79,9 @@ def assumed(args: argparse.Namespace, of: Planning, limit: int | None = None) ->
     if not limit and args.micro_batches is not None:
         held += ", but for steps planned whole"
     heads = f"{model.num_heads} heads" if model.num_heads else "heads that divide evenly"
-    fixed = f"{cluster.fixed_s:.3g} s more in each step, whatever its load" if cluster.fixed_s else "no fixed time"
+    fixed = (
+        f"{cluster.fixed_s:.3g} s more in each micro-batch, whatever its load" if cluster.fixed_s else "no fixed time"
+    )
     if cluster.fixed_s == Cluster.published().fixed_s:
         fixed += " (fitted to the published cluster)"
     return (

@@ -23,7 +23,7 @@ from knapformer.adapters.named import (
 )
 from knapformer.models import PackedStep, init_weights
 from knapformer.tools.measure.blocks import build_kinds
-from knapformer.tools.presets import PRESETS
+from knapformer.tools.model_presets import PRESETS
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 

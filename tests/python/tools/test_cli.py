@@ -150,7 +150,7 @@ def test_what_was_assumed_is_told_in_a_line(capsys: pytest.CaptureFixture[str]) 
             ([], ("gamma 0.41 (the default)", "cluster h100, the default: 298 TFLOP/s a rank, 120 and 25 GB/s in a "
                   "node of 8 and between", "57 blocks, 1.2e+10 parameters, heads that divide evenly",
                   "no limit of tokens",
-                  "0.525 s more in each step, whatever its load (fitted to the published cluster)")),
+                  "0.525 s more in each micro-batch, whatever its load (fitted to the published cluster)")),
             (["--gamma", "0.5", "--cluster", "cpu", "--max-tokens-per-rank", "90000"],
              ("gamma 0.5 (as given)", "cluster cpu: 0.05 TFLOP/s", "at most 90,000 tokens on a rank",
               "no fixed time")),

@@ -15,7 +15,7 @@ from knapformer.tools.cli import _parser, main
 from knapformer.tools.doctor.alternatives import alternatives, gain, ranked, sharing, simulate, static_sharing
 from knapformer.tools.doctor.memory import MemoryModel
 from knapformer.tools.draws import Source
-from knapformer.tools.presets import PRESETS
+from knapformer.tools.model_presets import PRESETS
 from knapformer.tools.rank_lengths import micro_batches_of_step
 from knapformer.tools.settings import settings_dict
 from knapformer.tools.ways import Draw, Planning, Step

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from knapformer.tools.lengths_files import lengths_of, read_samples
-from knapformer.tools.presets import PRESETS
+from knapformer.tools.model_presets import PRESETS
 
 import knapformer as kf
 

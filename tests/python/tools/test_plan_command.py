@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from knapformer.tools.cli import main
+from knapformer.tools.model_presets import PRESETS
 from knapformer.tools.plan.command import topology_for
-from knapformer.tools.presets import PRESETS
 from knapformer.tools.rank_lengths import micro_batches_of_step
 from printed import MIXED, run
 

@@ -48,16 +48,16 @@ struct Callers {
 
   explicit Callers(int32_t num_ranks) : ranks(num_ranks) {}
 
-  std::shared_ptr<Watchdog> watchdog(int32_t rank) {
-    return std::make_shared<Watchdog>(c10::make_intrusive<c10d::PrefixStore>("errors", store), rank);
+  std::shared_ptr<PeerErrors> peer_errors(int32_t rank) {
+    return std::make_shared<PeerErrors>(c10::make_intrusive<c10d::PrefixStore>("errors", store), rank);
   }
 
   std::shared_ptr<CallFingerprints> join(int32_t rank, std::chrono::milliseconds timeout = 10s) {
-    const auto watchdog = this->watchdog(rank);
+    const auto peer_errors = this->peer_errors(rank);
     auto fingerprints = std::make_shared<CallFingerprints>(c10::make_intrusive<c10d::PrefixStore>("calls", store),
                                                            RankInGroup{.rank = rank, .num_ranks = ranks.num_ranks()},
-                                                           timeout, watchdog);
-    watchdog->watch(fingerprints);
+                                                           timeout, peer_errors);
+    peer_errors->watch(fingerprints);
     return fingerprints;
   }
 };
@@ -164,7 +164,7 @@ TEST(CallFingerprints, NameACallOfTheStepBefore) {
     }
     for (;;) {  // rank 1 alone comes to here
       std::this_thread::sleep_for(1ms);
-      world.watchdog(rank)->guard([&] { calls->check_announcements(); });
+      world.peer_errors(rank)->guard([&] { calls->check_announcements(); });
     }
   });
   EXPECT_NE(testing::describe(errors[1]).find("route: x: got float on rank 1, expected half, as on rank 0"),

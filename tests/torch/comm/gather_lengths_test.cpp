@@ -16,7 +16,7 @@ struct Member {
 
   Member(testing::InProcessWorld& world, int32_t rank)
       : gatherer(CommGroup::make(world.all(rank), "gather_lengths_test",
-                                 std::make_shared<Watchdog>(world.all(rank)->getStore(), rank))) {}
+                                 std::make_shared<PeerErrors>(world.all(rank)->getStore(), rank))) {}
   GatheredLengths gather(const std::vector<int64_t>& lens, GatheredLengths beside = {}, int64_t d_model = 8) {
     const auto count = static_cast<int64_t>(lens.size());
     beside.lengths = SequenceLengths(lens, std::span(&count, 1));

@@ -91,8 +91,8 @@ INSTANTIATE_TEST_SUITE_P(All, ExchangePatterns,
                          });
 
 std::shared_ptr<CommGroup> make_group(InProcessWorld& world, int32_t rank) {
-  const auto watchdog = std::make_shared<Watchdog>(world.all(rank)->getStore(), rank);
-  return CommGroup::make(world.all(rank), "exchange_test", watchdog);
+  const auto peer_errors = std::make_shared<PeerErrors>(world.all(rank)->getStore(), rank);
+  return CommGroup::make(world.all(rank), "exchange_test", peer_errors);
 }
 
 TEST(CommGroup, CountsWhatItMoves) {

@@ -20,7 +20,7 @@ struct Effort {
   /// More moves take minutes for a replica, and find nothing that this many do not find.
   static constexpr int64_t kMaxMoves = 100'000'000;
 
-  /// In units of the lower bound: for a plan within this, no search is worthwhile, and for a start of one no other.
+  /// Times the lower bound: a plan within kGoodEnough needs no search, a start within kGoodStart no other start.
   static constexpr double kGoodEnough = 1.0002, kGoodStart = 1.001;
 
   int64_t moves = kDefault;

@@ -49,15 +49,15 @@ PlacementTrees::PlacementTrees(const PlanInput& input, int32_t replica, int32_t 
   }
 
   for (const BagShape& shape : topology.shapes()) {
-    auto& levels = levels_.emplace_back();
+    auto& by_degree = nodes_by_degree_.emplace_back();
     int32_t offset = 0;
     for (auto degree = shape.degrees.rbegin(); degree != shape.degrees.rend(); ++degree) {
       const int32_t count = shape.num_ranks_per_bag() / *degree;
-      levels.push_back({.degree = *degree, .offset = offset, .count = count});
+      by_degree.push_back({.degree = *degree, .offset = offset, .count = count});
       offset += count;
       degrees_.push_back(*degree);
     }
-    std::reverse(levels.begin(), levels.end());
+    std::reverse(by_degree.begin(), by_degree.end());
   }
   std::sort(degrees_.begin(), degrees_.end());
   degrees_.erase(std::unique(degrees_.begin(), degrees_.end()), degrees_.end());
@@ -79,21 +79,22 @@ void PlacementTrees::add_bag(const PlanInput& input, const AttentionShares& shar
   const auto root = static_cast<int32_t>(nodes_.size()), index = static_cast<int32_t>(roots_.size());
   roots_.push_back(root);
   shape_of_bag_.push_back(bag.shape);
-  const auto& levels = levels_[bag.shape];
+  const auto& by_degree = nodes_by_degree_[bag.shape];
   const double time_per_token = BlockRates(input).token_s / unit_s_;
   const double num_exchanges = 2 * input.model.passes().exchanges();  // before and after attention
-  KNAPFORMER_ASSERT(levels.size() <= static_cast<size_t>(kMaxDepth));
-  for (size_t k = levels.size(); k-- > 0;) {  // from the root down
-    const Level& level = levels[k];
-    for (int32_t i = 0; i < level.count; ++i) {
+  KNAPFORMER_ASSERT(by_degree.size() <= static_cast<size_t>(kMaxDepth));
+  for (size_t k = by_degree.size(); k-- > 0;) {  // from the root down
+    const NodesOfDegree& nodes = by_degree[k];
+    for (int32_t i = 0; i < nodes.count; ++i) {
       Node n;
-      n.degree = level.degree;
+      n.degree = nodes.degree;
       n.bag = index;
-      n.first_rank = bag.first_rank.value + i * level.degree;
-      if (k + 1 < levels.size()) n.parent = root + levels[k + 1].offset + i / (levels[k + 1].degree / level.degree);
+      n.first_rank = bag.first_rank.value + i * nodes.degree;
+      if (k + 1 < by_degree.size())
+        n.parent = root + by_degree[k + 1].offset + i / (by_degree[k + 1].degree / nodes.degree);
       if (k > 0) {
-        n.num_children = level.degree / levels[k - 1].degree;
-        n.first_child = root + levels[k - 1].offset + i * n.num_children;
+        n.num_children = nodes.degree / by_degree[k - 1].degree;
+        n.first_child = root + by_degree[k - 1].offset + i * n.num_children;
       }
       const PlanInput::GroupSpeed speed = input.group_speed(Rank(n.first_rank), n.degree);
       n.time_per_token = time_per_token / speed.sum;
@@ -118,8 +119,8 @@ void PlacementTrees::add_bag(const PlanInput& input, const AttentionShares& shar
 }
 
 std::pair<int32_t, int32_t> PlacementTrees::nodes_of(int32_t bag, int32_t degree) const {
-  for (const Level& level : levels_[shape_of_bag_[bag]]) {
-    if (level.degree == degree) return {root(bag) + level.offset, root(bag) + level.offset + level.count};
+  for (const NodesOfDegree& nodes : nodes_by_degree_[shape_of_bag_[bag]]) {
+    if (nodes.degree == degree) return {root(bag) + nodes.offset, root(bag) + nodes.offset + nodes.count};
   }
   return {0, 0};
 }

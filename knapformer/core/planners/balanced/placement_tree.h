@@ -27,7 +27,7 @@
 // sequences hides pre_attn. With each term's maximum over the group's ranks, post_attn + max(whole + shared, shared +
 // pre_attn) is an upper bound.
 //
-// None of these times is below the prediction of cost/step_time.h, where attention hides later stages of keys. They are
+// If attention hides later stages of keys, none of these times is below the prediction of cost/step_time.h. They are
 // equal if one rank of the group is the longest in every phase.
 //
 // A node's state follows from its children's states and its own sequences in a few operations, and a change of one node
@@ -211,10 +211,10 @@ class PlacementTrees {
   std::vector<int32_t> roots_;
   std::vector<int32_t> shape_of_bag_;
   /// Per shape and degree of the shape (ascending): the offset of the first node from the root.
-  struct Level {
+  struct NodesOfDegree {
     int32_t degree, offset, count;
   };
-  std::vector<std::vector<Level>> levels_;
+  std::vector<std::vector<NodesOfDegree>> nodes_by_degree_;
   std::vector<int32_t> degrees_;
   std::vector<TreeItem> items_;
 };

@@ -40,11 +40,13 @@ Plan fill_ranks(const Plan& plan) {
     return true;
   };
   const auto add = [&](int32_t s, int32_t sign) {
-    all_of(s, micro_batches[s], placements[s], [&](Held& there, int64_t tokens) {
-      there.num_sequences += sign;
-      there.tokens += sign * tokens;
-      return true;
-    });
+    Held* there =
+        &held[static_cast<size_t>(micro_batches[s]) * topology.num_ranks() + placements[s].first_rank.index()];
+    for (const int64_t tokens : chunk_lens.of(s)) {
+      there->num_sequences += sign;
+      there->tokens += sign * tokens;
+      ++there;
+    }
   };
   const auto is_spare = [&](int32_t s) {
     return all_of(s, micro_batches[s], placements[s],

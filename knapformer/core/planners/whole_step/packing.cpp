@@ -184,7 +184,7 @@ class LevelSearch {
     tried_.insert(std::ranges::upper_bound(tried_, levels.time_s, {}, &Levels::time_s), levels);
   }
 
-  /// The shortest time of a whole item, or of one that so few ranks share that it fits into the step; and their number.
+  /// The item's time on the fewest ranks with which it fits into the step, cut evenly; and their number.
   std::pair<double, int32_t> least_of(const PlacementTrees& trees, const TreeItem& item) const {
     int32_t v = 0;
     for (const int32_t degree : trees.degrees()) {
@@ -196,7 +196,7 @@ class LevelSearch {
     return {trees.cost(item, v) * trees.unit_s(), trees.node(v).degree};
   }
 
-  /// `max_steps`: so many levels at most are above even ones. `first_s`: the first of them; 0 if it is a step as well.
+  /// `max_steps`: how many levels may be above even ones. `first_s`: the first level; 0: that of the longest item.
   std::vector<double> stepped_levels_s(int32_t max_steps, double first_s) const {
     const std::span<const PlacementTrees> replicas = sample_.trees();
     std::vector<double> levels_s;

@@ -8,11 +8,11 @@
 
 #include "knapformer/core/cost/bounds.h"
 #include "knapformer/core/cost/step_time.h"
+#include "knapformer/core/planners/attention_cuts_and_stages.h"
 #include "knapformer/core/planners/balanced/locality.h"
 #include "knapformer/core/planners/balanced/uneven_chunks.h"
-#include "knapformer/core/planners/cuts_and_stages.h"
+#include "knapformer/core/planners/least_token_limit.h"
 #include "knapformer/core/planners/planner.h"
-#include "knapformer/core/planners/token_limit.h"
 #include "knapformer/core/planners/whole_step/packing.h"
 #include "knapformer/core/util/error.h"
 

@@ -6,8 +6,8 @@
 #include <tuple>
 
 #include "knapformer/core/cost/step_time.h"
+#include "knapformer/core/planners/least_token_limit.h"
 #include "knapformer/core/planners/planner.h"
-#include "knapformer/core/planners/token_limit.h"
 #include "knapformer/core/planners/whole_step/packing.h"
 #include "knapformer/core/util/error.h"
 
@@ -24,8 +24,8 @@ struct Candidate {
   int32_t max_degree = 1;  // of the sequences of any plan
 };
 
-/// The most ranks that a bag may need: twice a node, and twice what the longest sequence takes in an even step, or what
-/// it takes under the limit of tokens.
+/// The most ranks that a bag may need: twice a node, and twice what the longest sequence takes in an even step and
+/// under the limit of tokens.
 int64_t max_bag_ranks(std::span<const PlanInput> batches, int32_t node) {
   double most = 2.0 * node;
   for (const PlanInput& batch : batches) {

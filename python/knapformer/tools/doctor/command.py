@@ -16,7 +16,7 @@ from knapformer.tools.doctor.verdict import decide
 from knapformer.tools.draws import Source
 from knapformer.tools.files import Progress, write_json
 from knapformer.tools.lengths_files import FORMATS, MEANINGS
-from knapformer.tools.presets import DEFAULT_PRESET, PRESETS, Preset
+from knapformer.tools.model_presets import DEFAULT_PRESET, PRESETS, Preset
 from knapformer.tools.ways import Draw, Planning
 
 #: The exit status where findings are printed, but more than 5 % of the rows could not be read.

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from knapformer.tools.doctor.advice import code_of
 from knapformer.tools.doctor.alternatives import Result, gain
+from knapformer.tools.doctor.code_to_write import code_of
 from knapformer.tools.doctor.memory import MemoryModel
 from knapformer.tools.doctor.verdict import Verdict
 from knapformer.tools.draws import Source
 from knapformer.tools.files import show, table_of
-from knapformer.tools.presets import DEFAULT_PRESET, Preset
+from knapformer.tools.model_presets import DEFAULT_PRESET, Preset
 from knapformer.tools.rank_lengths import has_masks
 from knapformer.tools.settings import assumed, settings_dict
 from knapformer.tools.ways import Draw, heads_text
@@ -51,7 +51,6 @@ class Findings:
         if result.problem is not None:
             return {"problem": result.problem}
         seconds, samples, num_ranks = result.mean("total_s"), result.mean("samples"), self.draw.num_ranks
-        of_work = result.work_s / result.efficiency  # seconds that the samples' work takes this way
         speed_up, error = gain(result, self.verdict.now) if self.verdict.now.problem is None else (None, math.nan)
         between = result.mean("route_bytes_between_nodes", "attention_bytes_between_nodes")
         return {
@@ -60,7 +59,7 @@ class Findings:
             "speed_up_standard_error": error if math.isfinite(error) else None,
             "samples_per_s": samples / seconds,
             "tokens_per_s": result.mean("tokens") / seconds,
-            "device_hours": (self.source.num_samples or 10**6) / samples * of_work * num_ranks / 3600,
+            "device_hours": (self.source.num_samples or 10**6) / samples * seconds * num_ranks / 3600,
             "efficiency": result.efficiency,
             "waiting": result.waiting,
             "gb_in_node_per_rank": (result.mean("route_bytes", "attention_bytes") - between) / num_ranks / 1e9,

@@ -15,7 +15,7 @@ from knapformer.tools import cli_args, settings
 from knapformer.tools.cli_args import DRAW, add
 from knapformer.tools.draws import Source
 from knapformer.tools.files import cells_of, show, table_of, write, write_json
-from knapformer.tools.presets import PRESETS
+from knapformer.tools.model_presets import PRESETS
 from knapformer.tools.ways import (
     NO_BALANCER,
     PEAK_TFLOPS,

@@ -254,13 +254,6 @@ TEST(MicroBatches, RanksThatWaitOnceNeedNoEvenMicroBatches) {
   }
 }
 
-StepInput default_step(std::vector<std::vector<int64_t>> lens, std::string_view topology, int32_t num_micro_batches,
-                       int64_t limit = 0) {
-  StepInput input{.sequences = lengths_in(lens, topology, 3072), .num_micro_batches = num_micro_batches};
-  input.sequences.max_tokens_per_rank = limit;
-  return input;
-}
-
 TEST(MicroBatches, SharedSequencesAreSpreadWhereThatIsFaster) {
   // Each long sequence takes longer than an even step: in one micro-batch they would leave three with nothing to hide
   // FSDP behind.

@@ -27,6 +27,13 @@ inline StepInput random_step(Cases& cases, int i) {
   return input;
 }
 
+inline StepInput default_step(std::vector<std::vector<int64_t>> lens, std::string_view topology,
+                              int32_t num_micro_batches, int64_t limit = 0) {
+  StepInput input{.sequences = lengths_in(lens, topology, 3072), .num_micro_batches = num_micro_batches};
+  input.sequences.max_tokens_per_rank = limit;
+  return input;
+}
+
 /// `num_micro_batches` consecutive batches of a mix over 32 ranks, on the block clock.
 inline StepInput step_of_mix(const char* mix, uint64_t seed, double gamma, int32_t num_micro_batches) {
   StepInput input{.sequences = mix_input(mix, "g8/4/2/1n4", seed, gamma), .num_micro_batches = num_micro_batches};

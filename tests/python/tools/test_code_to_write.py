@@ -13,9 +13,9 @@ from adapters import cases
 from distributed.ranks import run_ranks
 from knapformer.adapters.balance import balance, balanced, unbalance
 from knapformer.tools.cli import main
-from knapformer.tools.doctor.advice import code_of
 from knapformer.tools.doctor.alternatives import alternatives
-from knapformer.tools.presets import PRESETS
+from knapformer.tools.doctor.code_to_write import code_of
+from knapformer.tools.model_presets import PRESETS
 from knapformer.tools.rank_lengths import MaskedLength
 from knapformer.tools.ways import Draw, Planning
 

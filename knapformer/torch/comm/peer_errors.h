@@ -1,4 +1,4 @@
-// The watchdog: how an error on one rank soon becomes an error on all.
+// How an error on one rank soon becomes an error on all.
 //
 // A rank that raises leaves its peers waiting in a collective that it will not join. Without this they would wait for
 // the group's timeout and learn nothing. So a rank that raises first posts its message in the group's store (the error
@@ -41,7 +41,7 @@ struct RankInGroup {
   int32_t number() const { return number_of(rank); }
 };
 
-/// A group as the watchdog sees it.
+/// A group as PeerErrors sees it.
 class WatchedGroup {
  public:
   explicit WatchedGroup(RankInGroup place) : place_(place) {}
@@ -54,26 +54,26 @@ class WatchedGroup {
   int64_t num_calls_begun() const { return *num_calls_begun_; }
 
  protected:
-  friend class Watchdog;
+  friend class PeerErrors;
   RankInGroup place_;
-  /// Shared with the watchdog, which outlives the group.
+  /// Shared with PeerErrors, which outlives the group.
   std::shared_ptr<std::atomic<int64_t>> num_calls_begun_ = std::make_shared<std::atomic<int64_t>>(0);
 };
 
 /// One per balancer. The first error that any rank posts stands; the balancer is of no use after it. The methods for
 /// errors and notes are thread-safe.
-class Watchdog {
+class PeerErrors {
  public:
   /// The note that says why this rank will raise later.
   static constexpr const char* kFailureNote = "failure";
 
-  /// `store`: shared by all ranks, with keys of this balancer alone. num_ranks: 0 for a watchdog that does not say when
+  /// `store`: shared by all ranks, with keys of this balancer alone. num_ranks: 0 for one that does not say when
   /// this rank leaves.
-  Watchdog(c10::intrusive_ptr<c10d::Store> store, int32_t rank, int32_t num_ranks = 0)
+  PeerErrors(c10::intrusive_ptr<c10d::Store> store, int32_t rank, int32_t num_ranks = 0)
       : store_(std::move(store)), rank_(rank), num_ranks_(num_ranks), process_(::getpid()) {}
-  ~Watchdog() { leave(); }
-  Watchdog(const Watchdog&) = delete;
-  Watchdog& operator=(const Watchdog&) = delete;
+  ~PeerErrors() { leave(); }
+  PeerErrors(const PeerErrors&) = delete;
+  PeerErrors& operator=(const PeerErrors&) = delete;
 
   /// Tells the other ranks that this one will come to no more calls. The last rank to leave removes the balancer's keys
   /// from the store. at_end: the process ends, and perhaps the store with it. Then rank 0 waits up to a second for the

@@ -1,4 +1,4 @@
-#include "knapformer/torch/comm/watchdog.h"
+#include "knapformer/torch/comm/peer_errors.h"
 
 #include <algorithm>
 #include <sstream>
@@ -20,7 +20,7 @@ constexpr char kArgument = 'A', kState = 'S';
 
 }  // namespace
 
-void Watchdog::post(const std::exception& error) noexcept {
+void PeerErrors::post(const std::exception& error) noexcept {
   try {
     {
       const std::lock_guard lock(mutex_);
@@ -33,7 +33,7 @@ void Watchdog::post(const std::exception& error) noexcept {
   }
 }
 
-void Watchdog::check_errors() {
+void PeerErrors::check_errors() {
   if (!store_->check({kErrorKey})) return;
   const std::string entry = store_->get_to_str(kErrorKey);
   const std::string message = entry.substr(1);
@@ -45,7 +45,7 @@ void Watchdog::check_errors() {
   throw StateError(message);
 }
 
-void Watchdog::check_usable() {
+void PeerErrors::check_usable() {
   const std::lock_guard lock(mutex_);
   if (!first_error_.empty()) {
     throw StateError(
@@ -54,7 +54,7 @@ void Watchdog::check_usable() {
 }
 
 /// A store that fails has most likely ended with the process that serves it.
-void Watchdog::throw_store_lost(const std::exception& error) {
+void PeerErrors::throw_store_lost(const std::exception& error) {
   const std::lock_guard lock(mutex_);
   const std::string reason = error.what();
   const std::string message =
@@ -64,13 +64,13 @@ void Watchdog::throw_store_lost(const std::exception& error) {
   throw StateError(message);
 }
 
-void Watchdog::watch(const std::shared_ptr<WatchedGroup>& group) {
+void PeerErrors::watch(const std::shared_ptr<WatchedGroup>& group) {
   KNAPFORMER_ASSERT(num_groups_ < kMaxGroups);
   groups_[num_groups_] = {.group = group, .num_calls_begun = group->num_calls_begun_};
   ++num_groups_;  // last: the planning thread may look at the same time
 }
 
-void Watchdog::leave(bool at_end) noexcept {
+void PeerErrors::leave(bool at_end) noexcept {
   if (num_ranks_ == 0 || process_ != ::getpid() || std::exchange(has_left_, true)) return;
   try {
     Position last{.has_left = true, .call = {}};
@@ -88,7 +88,7 @@ void Watchdog::leave(bool at_end) noexcept {
   }
 }
 
-void Watchdog::check_ranks_left() {
+void PeerErrors::check_ranks_left() {
   if (!store_->check({kNumLeftKey})) return;
   for (size_t i = 0; i < num_groups_; ++i) {
     const std::shared_ptr<WatchedGroup> here = group(i);
@@ -105,19 +105,21 @@ void Watchdog::check_ranks_left() {
   }
 }
 
-void Watchdog::leave_note(std::string_view name, const std::string& note) { store_->set(text(name, '/', rank_), note); }
+void PeerErrors::leave_note(std::string_view name, const std::string& note) {
+  store_->set(text(name, '/', rank_), note);
+}
 
-std::optional<std::string> Watchdog::note_of(int32_t rank, std::string_view name) const {
+std::optional<std::string> PeerErrors::note_of(int32_t rank, std::string_view name) const {
   const std::string key = text(name, '/', rank);
   if (!store_->check({key})) return std::nullopt;
   return store_->get_to_str(key);
 }
 
-std::shared_ptr<WatchedGroup> Watchdog::group(size_t i) const {
+std::shared_ptr<WatchedGroup> PeerErrors::group(size_t i) const {
   return i < num_groups_ ? groups_[i].group.lock() : nullptr;
 }
 
-Watchdog::Position Watchdog::position(const std::string& call) const {
+PeerErrors::Position PeerErrors::position(const std::string& call) const {
   Position position{.call = call};
   for (size_t i = 0; i < kMaxGroups; ++i) {
     if (const auto alive = group(i)) position.counts[i] = alive->num_calls_begun();
@@ -125,7 +127,7 @@ Watchdog::Position Watchdog::position(const std::string& call) const {
   return position;
 }
 
-std::optional<Watchdog::Position> Watchdog::position_of(int32_t rank) const {
+std::optional<PeerErrors::Position> PeerErrors::position_of(int32_t rank) const {
   const std::optional<std::string> entry = note_of(rank, kPositionNote);
   if (!entry) return std::nullopt;
   std::istringstream in(*entry);
@@ -135,12 +137,12 @@ std::optional<Watchdog::Position> Watchdog::position_of(int32_t rank) const {
   return position;
 }
 
-void Watchdog::show(const Position& position) {
+void PeerErrors::show(const Position& position) {
   const auto& [counts, has_left, call] = position;
   leave_note(kPositionNote, text(counts[0], ' ', counts[1], ' ', has_left ? 1 : 0, ' ', call));
 }
 
-void Watchdog::look() {
+void PeerErrors::look() {
   check_errors();
   for (size_t i = 0; i < num_groups_; ++i) {
     if (const auto alive = group(i)) alive->check_announcements();
@@ -148,7 +150,7 @@ void Watchdog::look() {
   check_ranks_left();
 }
 
-void Watchdog::wait(std::string_view label, const Poll& poll, bool in_background) {
+void PeerErrors::wait(std::string_view label, const Poll& poll, bool in_background) {
   bool shown = false;
   for (auto patience = kFirstLook; !poll(patience); patience = std::min(patience * 2, kMaxPatience)) {
     look();
@@ -165,7 +167,7 @@ void Watchdog::wait(std::string_view label, const Poll& poll, bool in_background
   }
 }
 
-void Watchdog::check_order(const Position& own) const {
+void PeerErrors::check_order(const Position& own) const {
   const std::shared_ptr<WatchedGroup> bag = group(1);
   if (!bag) return;
   for (int32_t i = 0; i < bag->place().num_ranks; ++i) {
@@ -181,7 +183,7 @@ void Watchdog::check_order(const Position& own) const {
   }
 }
 
-std::string Watchdog::absent_ranks(const WatchedGroup& of) const {
+std::string PeerErrors::absent_ranks(const WatchedGroup& of) const {
   const size_t index = group(0).get() == &of ? 0 : 1;
   std::string names;
   int32_t num_absent = 0;

@@ -1,6 +1,6 @@
 """Published configurations of models, by name: the parts that lengths, cost and memory depend on.
 
-Not imported from knapformer.models, which needs torch.
+Not imported from knapformer.adapters, which needs torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-#include "knapformer/core/planners/cuts_and_stages.h"
+#include "knapformer/core/planners/attention_cuts_and_stages.h"
 
 #include <gtest/gtest.h>
 

@@ -1,5 +1,5 @@
-// The watchdog of ranks whose counts of calls the test sets. Nothing here waits: polls say at once that they would.
-#include "knapformer/torch/comm/watchdog.h"
+// PeerErrors of ranks whose counts of calls the test sets. Nothing here waits: polls say at once that they would.
+#include "knapformer/torch/comm/peer_errors.h"
 
 #include <gtest/gtest.h>
 
@@ -29,14 +29,14 @@ class Group : public WatchedGroup {
 /// Rank `rank` of 4, in bags of 2.
 struct Watched {
   std::shared_ptr<Group> all, bag;
-  Watchdog watchdog;
+  PeerErrors peer_errors;
 
   Watched(const c10::intrusive_ptr<c10d::Store>& store, int32_t rank)
       : all(std::make_shared<Group>(RankInGroup{.rank = rank, .num_ranks = 4})),
         bag(std::make_shared<Group>(RankInGroup{.rank = rank % 2, .num_ranks = 2, .first_number = rank / 2 * 2})),
-        watchdog(store, rank) {
-    watchdog.watch(all);
-    watchdog.watch(bag);
+        peer_errors(store, rank) {
+    peer_errors.watch(all);
+    peer_errors.watch(bag);
   }
   void come_to(int64_t calls_of_all, int64_t calls_of_bag) {
     all->set_calls(calls_of_all);
@@ -45,7 +45,7 @@ struct Watched {
   /// Waits in `label` for `looks` looks.
   std::string wait(std::string_view label, int32_t looks, bool in_background = false) {
     try {
-      watchdog.wait(label, [&](std::chrono::milliseconds) { return looks-- == 0; }, in_background);
+      peer_errors.wait(label, [&](std::chrono::milliseconds) { return looks-- == 0; }, in_background);
     } catch (const std::exception& error) {
       return error.what();
     }
@@ -53,15 +53,15 @@ struct Watched {
   }
   /// Comes to wait in `label`, and stays there.
   void stay(std::string_view label) {
-    EXPECT_THROW(watchdog.wait(label,
-                               [n = 0](std::chrono::milliseconds) mutable {
-                                 return n++ == 0 ? false : throw std::runtime_error("left");
-                               }),
+    EXPECT_THROW(peer_errors.wait(label,
+                                  [n = 0](std::chrono::milliseconds) mutable {
+                                    return n++ == 0 ? false : throw std::runtime_error("left");
+                                  }),
                  std::runtime_error);
   }
 };
 
-TEST(Watchdog, LooksOnlyWhereAWaitIsLong) {
+TEST(PeerErrors, LooksOnlyWhereAWaitIsLong) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   Watched rank(store, 0);
   EXPECT_EQ(rank.wait("route(x)", 0), "");
@@ -72,27 +72,27 @@ TEST(Watchdog, LooksOnlyWhereAWaitIsLong) {
   EXPECT_EQ(rank.bag->num_checks, 2);
 }
 
-TEST(Watchdog, WaitsLongerBetweenLooks) {
+TEST(PeerErrors, WaitsLongerBetweenLooks) {
   Watched rank(c10::make_intrusive<c10d::HashStore>(), 0);
   std::vector<int64_t> patience;
-  rank.watchdog.wait("route(x)", [&](std::chrono::milliseconds p) {
+  rank.peer_errors.wait("route(x)", [&](std::chrono::milliseconds p) {
     patience.push_back(p.count());
     return patience.size() == 5;
   });
   EXPECT_EQ(patience, (std::vector<int64_t>{200, 400, 800, 1000, 1000}));
 }
 
-TEST(Watchdog, ThrowsWhatOthersPostedOrAnnounced) {
+TEST(PeerErrors, ThrowsWhatOthersPostedOrAnnounced) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   Watched rank(store, 0), other(store, 1);
   rank.bag->announced = true;
   EXPECT_EQ(rank.wait("route(x)", 1), "announced");
   rank.bag->announced = false;
-  other.watchdog.post(StateError("no memory"));
+  other.peer_errors.post(StateError("no memory"));
   EXPECT_EQ(rank.wait("route(x)", 1), "rank 1: no memory");
 }
 
-TEST(Watchdog, NamesRanksThatWaitForEachOtherCrosswise) {
+TEST(PeerErrors, NamesRanksThatWaitForEachOtherCrosswise) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   Watched rank(store, 0), other(store, 1);
   other.come_to(3, 5);
@@ -108,7 +108,7 @@ TEST(Watchdog, NamesRanksThatWaitForEachOtherCrosswise) {
   EXPECT_EQ(rank.wait("plan_routing", 1, /*in_background=*/true), "");  // that thread knows nothing of the order
 }
 
-TEST(Watchdog, NamesRanksThatHaveNotCome) {
+TEST(PeerErrors, NamesRanksThatHaveNotCome) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   Watched rank(store, 0), same(store, 1), behind(store, 2);
   rank.come_to(4, 1);
@@ -116,10 +116,10 @@ TEST(Watchdog, NamesRanksThatHaveNotCome) {
   same.stay("route(x)");
   behind.come_to(3, 1);
   behind.stay("attention backward(q/2)");
-  EXPECT_EQ(rank.watchdog.absent_ranks(*rank.all), "rank 2 (in attention backward(q/2)), rank 3 (in no call)");
-  EXPECT_EQ(rank.watchdog.absent_ranks(*rank.bag), "rank 1 (in route(x))");
+  EXPECT_EQ(rank.peer_errors.absent_ranks(*rank.all), "rank 2 (in attention backward(q/2)), rank 3 (in no call)");
+  EXPECT_EQ(rank.peer_errors.absent_ranks(*rank.bag), "rank 1 (in route(x))");
   EXPECT_EQ(behind.wait("attention backward(q/2)", 1), "");  // and goes on
-  EXPECT_EQ(rank.watchdog.absent_ranks(*rank.all), "rank 2 (in no call), rank 3 (in no call)");
+  EXPECT_EQ(rank.peer_errors.absent_ranks(*rank.all), "rank 2 (in no call), rank 3 (in no call)");
 }
 
 template <class Call>
@@ -134,7 +134,7 @@ std::string error_of(Call call) {
 
 TEST(ErrorStore, TellsTheFirstErrorToAllWithItsKindAndRank) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
-  Watchdog first(store, 3), second(store, 4), third(store, 5);
+  PeerErrors first(store, 3), second(store, 4), third(store, 5);
   EXPECT_EQ(error_of([&] { second.check_errors(); }), "");
   EXPECT_EQ(error_of([&] { first.guard([] { throw ArgumentError("x: got 1"); }); }), "ArgumentError: x: got 1");
   second.post(StateError("later"));
@@ -144,7 +144,7 @@ TEST(ErrorStore, TellsTheFirstErrorToAllWithItsKindAndRank) {
 
 TEST(ErrorStore, NamesTheErrorOfARankThatRaisedAndLeftInTheMiddleOfALook) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
-  Watchdog waiting(store, 0, /*num_ranks=*/2), failing(store, 1, 2);
+  PeerErrors waiting(store, 0, /*num_ranks=*/2), failing(store, 1, 2);
   const auto group = std::make_shared<Group>(RankInGroup{.rank = 0, .num_ranks = 2});
   waiting.watch(group);
   group->set_calls(1);
@@ -157,10 +157,10 @@ TEST(ErrorStore, NamesTheErrorOfARankThatRaisedAndLeftInTheMiddleOfALook) {
 
 TEST(ErrorStore, IsNotUsableAfterAnErrorThatThisRankKnowsOf) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
-  Watchdog poster(store, 0), finder(store, 1), unaware(store, 2);
+  PeerErrors poster(store, 0), finder(store, 1), unaware(store, 2);
   poster.post(StateError("no memory"));
   EXPECT_THROW(finder.check_errors(), StateError);
-  for (Watchdog* rank : {&poster, &finder}) {
+  for (PeerErrors* rank : {&poster, &finder}) {
     const std::string message = error_of([&] { rank->check_usable(); });
     EXPECT_NE(message.find("stopped by an earlier error"), std::string::npos) << message;
     EXPECT_NE(message.find("no memory"), std::string::npos) << message;
@@ -170,7 +170,7 @@ TEST(ErrorStore, IsNotUsableAfterAnErrorThatThisRankKnowsOf) {
 
 TEST(ErrorStore, KeepsANoteOfEachRank) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
-  Watchdog one(store, 1), two(store, 2);
+  PeerErrors one(store, 1), two(store, 2);
   EXPECT_FALSE(two.note_of(1, "failure").has_value());
   one.leave_note("failure", "disk full");
   two.leave_note("failure", "");
@@ -183,13 +183,13 @@ TEST(ErrorStore, KeepsANoteOfEachRank) {
 
 TEST(ErrorStore, KeepsTheReasonOfARankThatHasLeftUntilAllHave) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
-  Watchdog failed(store, 0, /*num_ranks=*/3), slow(store, 1, 3), last(store, 2, 3);
-  failed.leave_note(Watchdog::kFailureNote, "disk full");
+  PeerErrors failed(store, 0, /*num_ranks=*/3), slow(store, 1, 3), last(store, 2, 3);
+  failed.leave_note(PeerErrors::kFailureNote, "disk full");
   failed.show_call("route");
   failed.leave();
-  EXPECT_EQ(slow.note_of(0, Watchdog::kFailureNote), "disk full");
+  EXPECT_EQ(slow.note_of(0, PeerErrors::kFailureNote), "disk full");
   slow.leave();
-  EXPECT_EQ(last.note_of(0, Watchdog::kFailureNote), "disk full");
+  EXPECT_EQ(last.note_of(0, PeerErrors::kFailureNote), "disk full");
   last.leave();
   EXPECT_EQ(store->getNumKeys(), 0);
 }
@@ -208,7 +208,7 @@ class BusyStore : public c10d::HashStore {
 
 TEST(ErrorStore, DoesNotMakeARankWaitForOneThatLeavesInTheMiddleOfALook) {
   const auto store = c10::make_intrusive<BusyStore>();
-  Watchdog waiting(store, 0, /*num_ranks=*/3), leaving(store, 1, 3);
+  PeerErrors waiting(store, 0, /*num_ranks=*/3), leaving(store, 1, 3);
   const auto group = std::make_shared<Group>(RankInGroup{.rank = 0, .num_ranks = 3});
   waiting.watch(group);
   group->set_calls(1);
