@@ -18,7 +18,7 @@ Peers:
                   no sequence: one that exceeds the mean stays whole.
     milp          groups of ranks and sequences assigned to them by a mixed-integer program with a time limit, in
                   FlexSP's formulation (disjoint groups, every sequence of a group shared by all of it, lengths in
-                  buckets), solved by HiGHS: milp_planner.py, which needs `pip install highspy`.
+                  buckets), solved by HiGHS: milp_planner.py, which needs `pip install highspy==1.15.1`.
     balanced      this project: low, default and high effort.
 """
 
