@@ -5,12 +5,14 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <utility>
 
 namespace knapformer {
 
 void MaskTables::make_blocks(bool pinned) {
   if (blocks_.defined()) return;
   std::vector<int32_t> all;
+  std::vector<int64_t> sizes;
   for (size_t range = 0; range < rows_.max_ranges(); ++range) {
     for (const bool is_end : {false, true}) {
       for (const MaskRun& run : rows_.runs) {
@@ -19,18 +21,19 @@ void MaskTables::make_blocks(bool pinned) {
         const int64_t step = (is_end ? keys.end_moves : keys.first_moves) ? 1 : 0;
         for (int64_t i = 0; i < run.num_queries; ++i) all.push_back(static_cast<int32_t>(first + i * step));
       }
-      sizes_.push_back(rows_.num_queries);
+      sizes.push_back(rows_.num_queries);
     }
   }
   const MaskBlocks blocks = MaskBlocks::of(rows_, kBlockSize);
   for (const BlockLists* lists : {&blocks.some_keys, &blocks.all_keys, &blocks.some_queries, &blocks.all_queries}) {
     for (const std::vector<int32_t>* list : {&lists->counts, &lists->indices}) {
       all.insert(all.end(), list->begin(), list->end());
-      sizes_.push_back(std::ssize(*list));
+      sizes.push_back(std::ssize(*list));
     }
   }
   blocks_ = at::empty({std::ssize(all)}, at::TensorOptions(at::kInt).pinned_memory(pinned));
   std::ranges::copy(all, blocks_.mutable_data_ptr<int32_t>());
+  sizes_ = std::move(sizes);
 }
 
 const MaskTables::Blocks& MaskTables::blocks_on(at::Device device) {

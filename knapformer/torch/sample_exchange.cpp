@@ -2,6 +2,7 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/record_function.h>
+#include <c10/util/accumulate.h>
 
 #include <algorithm>
 #include <cstring>

@@ -18,7 +18,7 @@ def parse_json(content: bytes, argument: str) -> Any:
 
 
 def line_value(line: str) -> Any:
-    """Of a line of JSON; the line itself where it is none, for a message, as of a run that was killed as it wrote."""
+    """What a line of JSON holds. If it is none (a run was killed as it wrote), the line itself, for a message."""
     try:
         return json.loads(line)
     except (ValueError, RecursionError):

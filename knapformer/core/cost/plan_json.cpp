@@ -48,7 +48,7 @@ T value_of(const Json& json, const char* name) {
     for_each_field<T>([&](const auto& f) {
       using Member = std::remove_cvref_t<decltype(record.*f.member)>;
       const std::string_view member = f.name;  // plans of 1.0 have not these two
-      if ((member == "cuts_queries" || member == "max_stage_bytes") && !json.contains(member)) return;
+      if ((member == "cuts_queries" || member == "max_stage_bytes") && !json.contains(f.name)) return;
       record.*f.member = field_of<Member>(json, f.name);
     });
     return record;

@@ -73,8 +73,9 @@ struct TrainedModel {
               "The attention kernel takes a part of a sequence's queries beside all of its keys, as PackedAttention "
               "does: ranks whose number does not divide the heads then share queries as well."),
         field("max_stage_bytes", &TrainedModel::max_stage_bytes,
-              "With cuts_queries: the most bytes of keys and values that shall come to a rank at once. More come in "
-              "stages, as far as these go. 0: no limit.")};
+              "With cuts_queries: about how many bytes of keys and values a stage is to bring a rank, for each degree, "
+              "by the mean load of a group. The cut that exceeds it least is taken, with at most 4 stages: one where "
+              "sequences have masks, or where nothing overlaps. 0: no limit.")};
   }
 };
 static_assert(kListsEveryField<TrainedModel>);

@@ -14,12 +14,13 @@ constexpr double kWorthMore = 0.99;
 
 /// What the ranks of a group share: seconds of attention, and tokens that are exchanged.
 struct SharedLoad {
-  double attention_s = 0, tokens = 0;
+  double attention_s = 0, tokens = 0, longest = 0;
   int32_t count = 0;
 
   void add(const PlanInput& input, const BlockRates& rates, SequenceId id) {
     attention_s += input.pairs_of(id) * rates.pair_s;
     tokens += static_cast<double>(input.seq_lens[id]);
+    longest = std::max(longest, static_cast<double>(input.seq_lens[id]));
     ++count;
   }
 };
@@ -34,12 +35,12 @@ SharedLoad load_of(const PlanInput& input, const BlockRates& rates, double least
   return load;
 }
 
-/// Bytes of keys and values that come to the rank with the most of them.
-double key_bytes(const PlanInput& input, const AttentionShares& shares, int32_t degree, const SharedLoad& load) {
+/// Bytes of keys and values of so many tokens that come to the rank with the most heads.
+double key_bytes(const PlanInput& input, const AttentionShares& shares, int32_t degree, double tokens) {
   int32_t most = 0;
   for (int32_t i = 0; i < shares.head_parts(degree); ++i) most = std::max(most, shares.key_heads(degree, i));
   const double head_dim = static_cast<double>(input.d_model) / shares.num_heads(degree);
-  return 2 * load.tokens * most * head_dim * input.model.element_size;
+  return 2 * tokens * most * head_dim * input.model.element_size;
 }
 
 /// Whether every rank has work, and at most a third more than another.
@@ -52,11 +53,13 @@ bool is_fair(const AttentionShares& shares, int32_t degree) {
   return least > 0 && 3 * most <= 4 * least;
 }
 
-/// load: of one group of this degree. whole_s: attention of each rank on whole sequences; meanwhile the first keys
-/// travel.
-AttentionCut best_cut(const PlanInput& input, Rank first_rank, int32_t degree, const SharedLoad& load, double whole_s) {
+/// load: of one group of this degree, of whose tokens so many meet in a micro-batch. whole_s: attention of each rank on
+/// whole sequences; meanwhile the first keys travel.
+AttentionCut best_cut(const PlanInput& input, Rank first_rank, int32_t degree, const SharedLoad& load,
+                      double micro_batch_tokens, double whole_s) {
   AttentionCut best{.degree = degree, .num_parts = degree};
-  double best_s = kInfinity, least_excess = kInfinity;  // of max_stage_bytes
+  double best_s = kInfinity;
+  double least_excess = kInfinity;  // of max_stage_bytes
   const bool overlaps = input.cluster.overlaps_attention;
   for (int32_t num_parts = 1; num_parts <= degree; ++num_parts) {
     if (degree % num_parts != 0) continue;
@@ -64,7 +67,7 @@ AttentionCut best_cut(const PlanInput& input, Rank first_rank, int32_t degree, c
     const AttentionShares shares(input.model.num_heads, input.model.num_kv_heads, {&cut, 1});
     if (!is_fair(shares, degree)) continue;
     const double max_bytes = input.model.max_stage_bytes;
-    const double limits = max_bytes > 0 ? key_bytes(input, shares, degree, load) / max_bytes : 0;
+    const double limits = max_bytes > 0 ? key_bytes(input, shares, degree, micro_batch_tokens) / max_bytes : 0;
     if (num_parts == 1 && shares.is_even(degree) && limits <= 1) return cut;  // moves the fewest bytes
     const SentRows sent = sent_range(input.cluster, shares, first_rank, degree).max;
     const auto seconds = [&](const Traffic& columns) {
@@ -90,7 +93,7 @@ AttentionCut best_cut(const PlanInput& input, Rank first_rank, int32_t degree, c
 
 }  // namespace
 
-void cut_attention(PlanInput& input) {
+void cut_attention(PlanInput& input, int32_t num_micro_batches) {
   input.attention_cuts.clear();
   if (!input.model.cuts_queries || input.model.num_heads == 0 || input.seq_lens.num_sequences() == 0) return;
   const BlockRates rates(input);
@@ -118,7 +121,9 @@ void cut_attention(PlanInput& input) {
       const int32_t num_groups = std::min(load.count, num_ranks / degree);
       load.attention_s /= num_groups;
       load.tokens /= num_groups;
-      input.attention_cuts.push_back(best_cut(input, bag.first_rank, degree, load, degrees.front() > 1 ? 0 : whole_s));
+      const double micro_batch_tokens = std::max(load.longest, load.tokens / num_micro_batches);
+      input.attention_cuts.push_back(
+          best_cut(input, bag.first_rank, degree, load, micro_batch_tokens, degrees.front() > 1 ? 0 : whole_s));
     }
   }
 }

@@ -66,9 +66,9 @@ class CommGroup {
 
   /// Starts an all-to-all of one-dimensional tensors of bytes; splits by peer.
   WorkPtr start_all_to_all(at::Tensor& recv, at::Tensor& send, std::vector<int64_t> recv_splits,
-                           std::vector<int64_t> send_splits, std::string_view label = "all_to_all");
+                           std::vector<int64_t> send_splits, std::string_view label);
   /// Starts an all-gather of one-dimensional tensors of equal size.
-  WorkPtr start_all_gather(at::Tensor& gathered, at::Tensor& own, std::string_view label = "all_gather");
+  WorkPtr start_all_gather(at::Tensor& gathered, at::Tensor& own, std::string_view label);
   /// Blocks until the work is done, and throws where another rank raised meanwhile. For tensors of an accelerator the
   /// stream waits and not the host; with `on_host` both wait. With a `stop` that can be requested the wait is in the
   /// background, and throws soon after the request.

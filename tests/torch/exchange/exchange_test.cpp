@@ -101,10 +101,10 @@ TEST(CommGroup, CountsWhatItMoves) {
     const auto group = make_group(world, rank);
     const std::vector<int64_t> splits = rank == 0 ? std::vector<int64_t>{0, 3} : std::vector<int64_t>{3, 0};
     at::Tensor sent = at::full({3}, rank, at::kByte), received = at::empty({3}, at::kByte);
-    group->wait(*group->start_all_to_all(received, sent, splits, splits), at::kCPU, "swap");
+    group->wait(*group->start_all_to_all(received, sent, splits, splits, "swap"), at::kCPU, "swap");
     EXPECT_TRUE(at::equal(received, at::full({3}, 1 - rank, at::kByte)));
     at::Tensor own = at::full({2}, rank, at::kLong), all = at::empty({4}, at::kLong);
-    group->wait(*group->start_all_gather(all, own), at::kCPU, "gather");
+    group->wait(*group->start_all_gather(all, own, "gather"), at::kCPU, "gather");
     EXPECT_TRUE(at::equal(all, at::tensor({0, 0, 1, 1}, at::kLong)));
     EXPECT_EQ(group->counters().bytes_sent, 3 + 2 * 8);
     EXPECT_EQ(group->counters().num_collectives, 2);

@@ -221,7 +221,7 @@ class StepSolver {
 
 Plan plan_step(StepInput input, std::string_view solver, Effort effort) {
   input.validate();
-  if (input.sequences.attention_cuts.empty()) cut_attention(input.sequences);
+  if (input.sequences.attention_cuts.empty()) cut_attention(input.sequences, input.num_micro_batches);
   planner_for(input.sequences.topology, solver, effort);  // throws at once what each micro-batch's planner would throw
   const bool is_single = input.num_micro_batches == 1;
   if (is_single) {

@@ -5,9 +5,8 @@
 //                         StepSync::kStep the ranks' sums are balanced, as if there were one micro-batch, and then cut
 //   3. plan               a micro-batch that is not even enough, by the named planner
 //   4. compare            with the given order, each micro-batch planned by itself, and with one micro-batch of all
-//   5. fit                packing.h, by tokens: if nothing so far keeps the limit of tokens; or the given order at
-//   home; or
-//                         each sequence in its own micro-batch
+//   5. fit                if nothing so far keeps the limit of tokens: packing.h, by tokens; then the given order at
+//                         home; then each sequence in its own micro-batch
 //
 // By construction the step is predicted to take no longer than the given micro-batches (micro_batches_as_given),
 // planned by the same planner with the same limit and effort, or at low effort if there are more than 4,096 sequences.
