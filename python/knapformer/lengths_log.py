@@ -62,7 +62,7 @@ def log_name(rank: int, num_ranks: int) -> str:
 
 
 def read_log(folder: str | os.PathLike[str]) -> Iterator[list[Any]]:
-    """For each batch that all ranks have drawn: what each rank's line holds, unchecked, or its text where it is no JSON.
+    """For each batch that all ranks have drawn: what each rank's line holds, unchecked; its text where it is no JSON.
 
     Raises ArgumentError, OSError.
     """

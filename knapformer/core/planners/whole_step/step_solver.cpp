@@ -4,7 +4,6 @@
 #include <functional>
 #include <numeric>
 #include <optional>
-#include <ranges>
 
 #include "knapformer/core/cost/bounds.h"
 #include "knapformer/core/cost/step_time.h"
@@ -173,7 +172,14 @@ class StepSolver {
           most = std::max(most, tokens[k * num_ranks + chunk.rank.index()] + chunk.num_tokens);
         return most;
       };
-      const int32_t best = *std::ranges::min_element(std::views::iota(0, input_.num_micro_batches), {}, tokens_with);
+      int32_t best = 0;
+      int64_t least = tokens_with(0);
+      for (int32_t k = 1; k < input_.num_micro_batches; ++k) {
+        const int64_t most = tokens_with(k);
+        if (most >= least) continue;
+        least = most;
+        best = k;
+      }
       for (const Chunk& chunk : chunks) tokens[best * num_ranks + chunk.rank.index()] += chunk.num_tokens;
       micro_batches[id.index()] = best;
     }
