@@ -103,6 +103,7 @@ ExchangeCall::ExchangeCall(at::TensorList tensors, const ExchangeArguments& argu
     }
   }
   KNAPFORMER_ASSERT(next == tensors.size());
+  KNAPFORMER_ASSERT(engine() != ExchangeEngine::kCpu || device_.is_cpu());
   allocate_wire();
 }
 
@@ -113,6 +114,9 @@ void ExchangeCall::add_slot(Segment& segment, const at::Tensor& tensor, HeadRole
                              : role == HeadRole::kQuery ? &heads.query
                                                         : &heads.key_value;
   const PackedEnd &send = segment.send.rows, &recv = segment.recv.rows;
+  const auto heads_at = [&](const PackedEnd& end) {
+    return end.heads_shared ? shares->num_heads : std::ssize(shares->of(sharing.index_in_group % sharing.head_parts()));
+  };
   const auto name = [&] { return text(label_, ": tensor ", number); };  // for messages
   if (tensor.layout() != at::kStrided || tensor.dim() < (shares == nullptr ? 1 : 2)) {
     throw_argument(name(), text(tensor.dim(), " dimensions in layout ", tensor.layout()),
@@ -121,6 +125,7 @@ void ExchangeCall::add_slot(Segment& segment, const at::Tensor& tensor, HeadRole
   if (tensor.size(0) != send.num_rows) {
     throw_argument(name(), text(tensor.size(0), " rows"), std::to_string(send.num_rows));
   }
+  KNAPFORMER_ASSERT(shares != nullptr ? tensor.size(1) == heads_at(send) : !send.heads_shared && !recv.heads_shared);
   if (tensor.device() != device_) throw_argument(name(), tensor.device(), text(device_, ", as the first one is on"));
 
   ++num_slots_;
@@ -131,8 +136,7 @@ void ExchangeCall::add_slot(Segment& segment, const at::Tensor& tensor, HeadRole
   slot.output_shape[0] = recv.num_rows;
   if (shares != nullptr) {
     slot.head_bytes = row_bytes_of(at::IntArrayRef(slot.output_shape).slice(1), item_bytes);
-    const int32_t part = sharing.index_in_group % sharing.head_parts();
-    slot.output_shape[1] = recv.heads_shared ? shares->num_heads : std::ssize(shares->of(part));
+    slot.output_shape[1] = heads_at(recv);
   }
   slot.output_row_bytes = row_bytes_of(slot.output_shape, item_bytes);
   slot.input_stride_bytes = slot.input.size(0) > 1 ? slot.input.stride(0) * item_bytes : slot.input_row_bytes;
