@@ -39,7 +39,7 @@ from typing import Any
 from bench_solvers import CLUSTER, D_MODEL, MODEL, Share, even, measure, of_plan, work
 from driver import module_at, parser_of, write_results
 from knapformer.tools.doctor.alternatives import static_sharing
-from knapformer.tools.ways import Draw, Planning
+from knapformer.tools.ways import DrawnSteps, PlanCost
 
 import knapformer
 
@@ -193,8 +193,8 @@ def stacked(case: Case) -> list[MicroBatch]:
 
 def static(case: Case, **cut: Any) -> dict[str, float | None]:
     """Sequence parallelism of one degree; keys of a ring travel during attention."""
-    planning = Planning(**COST | {"cluster": CLUSTER.replace(overlaps_attention=True)})
-    (step,) = static_sharing(Draw(planning, [case.drawn()]), 8, **cut)
+    planning = PlanCost(**COST | {"cluster": CLUSTER.replace(overlaps_attention=True)})
+    (step,) = static_sharing(DrawnSteps(planning, [case.drawn()]), 8, **cut)
     packed = sum(plan.predicted_time for plan in step.plans) / sum(plan.ideal_time for plan in step.plans)
     return {"packed": packed, "padded": None, "fullest": step.figures["max_tokens"]}
 

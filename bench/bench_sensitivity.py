@@ -28,7 +28,7 @@ from bench_solvers import WORKLOADS, even
 from driver import parser_of, write_results
 from knapformer.tools.doctor.alternatives import alternatives, gain, ranked, sharing, simulate
 from knapformer.tools.rank_lengths import Lengths, micro_batches_of_step
-from knapformer.tools.ways import Draw, Planning
+from knapformer.tools.ways import DrawnSteps, PlanCost
 
 import knapformer
 
@@ -74,12 +74,12 @@ def gamma_rows(num_steps: int) -> list[dict[str, object]]:
     return rows
 
 
-def case_of(planning: Planning, steps: Sequence[Lengths], micro_batches: int, limit: int = 0) -> Draw:
+def case_of(planning: PlanCost, steps: Sequence[Lengths], micro_batches: int, limit: int = 0) -> DrawnSteps:
     batches = [micro_batches_of_step(step, micro_batches) for step in steps]
-    return Draw(planning, batches, [length for step in steps for lens in step for length in lens], 0, limit)
+    return DrawnSteps(planning, batches, [length for step in steps for lens in step for length in lens], 0, limit)
 
 
-def speed_ups(planning: Planning, steps: Sequence[Lengths], micro_batches: int = 1) -> dict[str, float]:
+def speed_ups(planning: PlanCost, steps: Sequence[Lengths], micro_batches: int = 1) -> dict[str, float]:
     """The speed-up of each alternative over no balancing; of several topologies of bags the best one counts."""
     case = case_of(planning, steps, micro_batches)
     results = [simulate(alternative, case) for alternative in alternatives(case, sharing(ranked(case)))]
@@ -90,10 +90,10 @@ def speed_ups(planning: Planning, steps: Sequence[Lengths], micro_batches: int =
     return found
 
 
-def planning_of(node: float = 120, network: float = 25, **model: object) -> Planning:
+def planning_of(node: float = 120, network: float = 25, **model: object) -> PlanCost:
     cluster = CLUSTER.replace(node_bytes_per_s=node * 1e9, network_bytes_per_s=network * 1e9)
     model_of = MODEL.replace(routed=False, **model)
-    return Planning(d_model=D_MODEL, gamma=0.41, cluster=cluster, model=model_of, effort="low")
+    return PlanCost(d_model=D_MODEL, gamma=0.41, cluster=cluster, model=model_of, effort="low")
 
 
 def network_rows(num_steps: int) -> list[dict[str, object]]:
@@ -214,7 +214,7 @@ def clips_rows(num_steps: int) -> list[dict[str, object]]:
             for cuts_queries, of in over.items():
                 model = knapformer.TrainedModel(num_heads=heads, cuts_queries=cuts_queries)
                 plan = knapformer.plan(lengths, topology, d_model=D_MODEL, model=model)
-                of.append(knapformer.predict_step(plan).over_ideal)
+                of.append(knapformer.predict_micro_batch(plan).over_ideal)
         row = {"heads alone": statistics.fmean(over[False]), "heads x queries": statistics.fmean(over[True])}
         rows.append({"clip": clip, "ranks": ranks, "heads": heads, **row})
         print(f"| {clip:,} | {topology} | {heads} | {cells_of(row)} |", flush=True)

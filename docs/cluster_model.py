@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from knapformer.tools.ways import PEAK_TFLOPS, Step, hfu_of
+from knapformer.tools.ways import PEAK_TFLOPS, OptimizerStep, hfu_of
 
-from knapformer import Cluster, DataMix, Plan, StepTime, plan, plan_home, predict_step
+from knapformer import Cluster, DataMix, MicroBatchTime, Plan, plan, plan_home, predict_micro_batch
 
 PAGE = Path(__file__).with_name("cluster_model.md")
 NUM_RANKS, WIDTH, GAMMA, NUM_STEPS = 32, 3072, 0.41, 50
@@ -72,13 +72,13 @@ def published_rows() -> list[Row]:
 
 def mean_terms(plans: list[Plan], cluster: Cluster) -> dict[str, float]:
     """Mean over the steps of each term, of their total, and of the ideal time, in seconds."""
-    steps: list[StepTime] = [predict_step(p, cluster) for p in plans]
+    steps: list[MicroBatchTime] = [predict_micro_batch(p, cluster) for p in plans]
     return {name: statistics.fmean(getattr(s, name) for s in steps) for name in (*TERMS, "total_s", "ideal_s")}
 
 
 def hfu(plans: list[Plan], step_s: float) -> float:
     """Of steps that take so long on the mean, on H100 devices."""
-    utilization = hfu_of([Step([plan]) for plan in plans], plans[0].model, step_s, PEAK_TFLOPS["published"])
+    utilization = hfu_of([OptimizerStep([plan]) for plan in plans], plans[0].model, step_s, PEAK_TFLOPS["published"])
     assert utilization is not None
     return utilization
 

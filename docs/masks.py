@@ -75,7 +75,7 @@ def predicted_s(module: Any, plan: knapformer.Plan, lens: list[list[int]], masks
         for of_rank in of_ranks[first : first + degree]:
             of_rank[0] += work / degree / module.CPU.flops_per_s
             of_rank[1 if degree == 1 else 2] += of_pairs / degree / module.CPU.flops_per_s
-    return knapformer.predict_step(plan, measured=[(a, b, c) for a, b, c in of_ranks]).total_s
+    return knapformer.predict_micro_batch(plan, measured=[(a, b, c) for a, b, c in of_ranks]).total_s
 
 
 def promise(module: Any) -> dict[str, float]:

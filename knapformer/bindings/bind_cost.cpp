@@ -95,13 +95,12 @@ void bind_step_time(py::module_& m) {
       .def_readonly("between", &Traffic::between, "To ranks of other nodes.")
       .def_property_readonly("total", &Traffic::total, "inside plus between.");
 
-  py::class_<MicroBatchTime> step(
-      m, "StepTime", "Predicted seconds of a step of one micro-batch: terms of its slowest replica and group.");
+  py::class_<MicroBatchTime> step(m, "MicroBatchTime",
+                                  "Predicted seconds of a micro-batch: terms of its slowest replica and group.");
   bind_fields<StepTerms>(step);
   const auto property = properties_of(step);
   property("terms", "Seconds of each term, by name; they add up to total_s.",
            [](const MicroBatchTime& t) { return fields_of<StepTerms>(t); });
-  property("blocks_s", "The sum of token_s, attention_s, exchange_s and host_s.", &MicroBatchTime::blocks_s);
   property("total_s", "The sum of all terms.", &MicroBatchTime::total_s);
   property("ideal_s", "Seconds of the work alone, divided evenly.", &MicroBatchTime::ideal_s);
   property("efficiency", "ideal_s over total_s.", &MicroBatchTime::efficiency);
@@ -111,7 +110,7 @@ void bind_step_time(py::module_& m) {
   property("fsdp_bytes", "Bytes that all ranks send for FSDP in a step, hidden or not.", &MicroBatchTime::fsdp_bytes);
   step.def_static("labels", &term_labels, "What each of terms is, in words, in the same order.")
       .def("__repr__", [](const MicroBatchTime& t) {
-        return text("StepTime(total_s=", t.total_s(), ", ", text_of_fields<StepTerms>(t), ")");
+        return text("MicroBatchTime(total_s=", t.total_s(), ", ", text_of_fields<StepTerms>(t), ")");
       });
 }
 
@@ -159,7 +158,7 @@ void bind_cost(py::module_& m) {
           },
           py::arg("seq_len"), py::arg("d_model"), py::arg("mask") = "full", "FLOPs of a whole sequence, forward.");
   bind_step_time(m);
-  m.def("predict_step", [](py::handle plan, py::handle measured) {
+  m.def("predict_micro_batch", [](py::handle plan, py::handle measured) {
     const MicroBatchPlan& of = plan_from(plan);
     std::vector<RankCompute> ranks;
     for_each_item(measured, "measured", "for each rank three numbers", [&](py::handle of_rank) {

@@ -137,14 +137,13 @@ void bind_planner(py::module_& m) {
   py::class_<TopologyOption> option(m, "TopologyOption", "A topology and what it is predicted to do.");
   const auto property = properties_of(option);
   property("topology", "Its text.", &TopologyOption::topology);
-  property("predicted_time", "Seconds of a step; mean over the batches.", &TopologyOption::predicted_time_s);
-  property("efficiency_loss", "Predicted time over ideal time; mean over the batches.",
-           &TopologyOption::efficiency_loss);
+  property("predicted_time",
+           "Seconds of a step; mean over the batches. Infinite where the limit of tokens is not kept.",
+           &TopologyOption::predicted_time_s);
+  property("over_ideal", "Predicted time over ideal time; mean over the batches.", &TopologyOption::over_ideal);
   property("exchanged_fraction", "As Plan.exchanged_fraction, over all batches.", &TopologyOption::exchanged_fraction);
-  property("max_tokens_over_mean", "Tokens of the fullest rank, over the mean of all ranks.",
-           &TopologyOption::max_tokens_over_mean);
-  property("reason", "What its time goes to, or why the limit of tokens cannot be kept.", &TopologyOption::reason);
   option.def("__repr__", [](const TopologyOption& o) {
-    return text("TopologyOption('", o.topology, "', predicted_time=", o.predicted_time_s, ", reason='", o.reason, "')");
+    return text("TopologyOption('", o.topology, "', predicted_time=", o.predicted_time_s, ", over_ideal=", o.over_ideal,
+                ")");
   });
 }

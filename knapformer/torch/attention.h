@@ -11,9 +11,6 @@
 //                             |                      `------------'             (or a part of their queries)
 //                             |                     one all-to-all
 //   rows of this rank   | whole here            | shared by 2 | shared by 4 |   all heads
-//
-// Another way of sharing a sequence (ring attention, say) is another composer beside SharedAttention, with the same
-// inputs.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -10,9 +10,6 @@
 //
 // Methods that plan are collective: all ranks of the group call them in the same order, also ranks without sequences.
 // An error on one rank becomes an error on all, which then need a new balancer.
-//
-// Collectives in a step: one to plan; one for each route and reverse_route; for each attention, outside bags of one,
-// two, and one more for each stage of keys behind the first. As many in the backward pass, but for planning.
 #pragma once
 
 #include <ATen/core/Tensor.h>

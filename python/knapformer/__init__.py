@@ -13,10 +13,10 @@ from knapformer._core import (
     ArgumentError,
     Cluster,
     DataMix,
+    MicroBatchTime,
     Plan,
     Sample,
     StateError,
-    StepTime,
     Topology,
     TopologyOption,
     TrainedModel,
@@ -25,7 +25,7 @@ from knapformer._core import (
 from knapformer.calibration import Calibration
 from knapformer.cost import Cost
 from knapformer.lengths_log import record
-from knapformer.planning import attention_pairs, plan, plan_home, predict_step, rank_topologies, solver_names
+from knapformer.planning import attention_pairs, plan, plan_home, predict_micro_batch, rank_topologies, solver_names
 from knapformer.workload_fit import WorkloadFit, fit_workload
 
 if TYPE_CHECKING:
@@ -46,12 +46,12 @@ __all__ = [
     "Cluster",
     "Cost",
     "DataMix",
+    "MicroBatchTime",
     "Plan",
     "Sample",
     "SequenceBalancer",
     "StateError",
     "Step",
-    "StepTime",
     "Topology",
     "TopologyOption",
     "TrainedModel",
@@ -62,7 +62,7 @@ __all__ = [
     "fit_workload",
     "plan",
     "plan_home",
-    "predict_step",
+    "predict_micro_batch",
     "rank_topologies",
     "record",
     "solver_names",

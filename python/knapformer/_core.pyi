@@ -136,17 +136,15 @@ class Plan:
 class TopologyOption:
     topology: Final[str]
     predicted_time: Final[float]
-    efficiency_loss: Final[float]
     exchanged_fraction: Final[float]
-    max_tokens_over_mean: Final[float]
-    reason: Final[str]
+    over_ideal: Final[float]
 
 class Traffic:
     inside: Final[float]
     between: Final[float]
     total: Final[float]
 
-class StepTime:
+class MicroBatchTime:
     token_s: Final[float]
     attention_s: Final[float]
     exchange_s: Final[float]
@@ -154,7 +152,6 @@ class StepTime:
     route_s: Final[float]
     fsdp_s: Final[float]
     fixed_s: Final[float]
-    blocks_s: Final[float]
     total_s: Final[float]
     ideal_s: Final[float]
     efficiency: Final[float]
@@ -169,7 +166,7 @@ class StepTime:
 # Private: their signatures are in knapformer.planning.
 def plan(*arguments: Any) -> Plan: ...
 def rank_topologies(*arguments: Any) -> list[TopologyOption]: ...
-def predict_step(*arguments: Any) -> StepTime: ...
+def predict_micro_batch(*arguments: Any) -> MicroBatchTime: ...
 def plan_home(plan: Plan) -> Plan: ...
 def plan_home_bags(plan: Plan) -> Plan: ...
 def solver_names() -> list[str]: ...

@@ -147,12 +147,8 @@ def _share_of_mean(
 def _sum_over_ranks(count: int, group: dist.ProcessGroup | None) -> Tensor:
     if _num_ranks(group) == 1:
         return torch.tensor(count, dtype=torch.int64)
-    total = torch.full((), count, dtype=torch.int64, device=_metadata_device(group))  # filled there: a copy would wait
+    devices = {str(device) for device in (group or dist.group.WORLD)._device_types}  # type: ignore[union-attr]
+    device = "cpu" if "cpu" in devices else min(devices)  # on the CPU nothing waits for the accelerator
+    total = torch.full((), count, dtype=torch.int64, device=device)  # filled there: a copy would wait
     dist.all_reduce(total, group=group)
     return total
-
-
-def _metadata_device(group: dist.ProcessGroup | None) -> torch.device:
-    """The CPU where the group has a backend for it, so that nothing waits for the accelerator."""
-    devices = {str(device) for device in (group or dist.group.WORLD)._device_types}  # type: ignore[union-attr]
-    return torch.device("cpu" if "cpu" in devices else sorted(devices)[0])

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, SupportsFloat, SupportsIndex, TypeAlias
 
 from knapformer import _core
-from knapformer._core import Cluster, Plan, StepTime, TopologyOption, TrainedModel
+from knapformer._core import Cluster, MicroBatchTime, Plan, TopologyOption, TrainedModel
 from knapformer.cost import Cost, CostSettings
 
 if TYPE_CHECKING:
@@ -73,13 +73,13 @@ def rank_topologies(
     return _core.rank_topologies(batches, Cost.of(cost, settings), max_tokens_per_rank, masks, work)
 
 
-def predict_step(
+def predict_micro_batch(
     plan: Plan,
     cluster: Cluster | str | None = None,
     model: TrainedModel | None = None,
     measured: Sequence[tuple[float, float, float]] = (),
-) -> StepTime:
-    """Predicted time of a step under `plan`, by phase.
+) -> MicroBatchTime:
+    """Predicted time of a step of one micro-batch under `plan`, by phase.
 
     cluster, model: None for those that it was planned for.
     measured: per rank three numbers, which replace the plan's work over cluster.flops_per_s: the seconds of one block's
@@ -89,7 +89,7 @@ def predict_step(
     """
     if cluster is not None or model is not None:
         plan = plan.on(cluster, model)
-    return _core.predict_step(plan, measured)
+    return _core.predict_micro_batch(plan, measured)
 
 
 def plan_home(plan: Plan) -> Plan:

@@ -224,7 +224,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the order of the next pass, which starts at the epoch's first sample, unless a state of this epoch was
-        loaded. A pass that an iterator is at goes on unchanged, and is "this pass" until the next one begins."""
+        loaded. A running pass goes on unchanged, and is "this pass" until the next one begins."""
         epoch = integer("epoch", epoch, 0, _MAX_SEED)
         if self._lowest_epoch is not None and epoch < self._lowest_epoch:
             raise StateError(
@@ -288,8 +288,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
         num_steps: optimizer steps taken in this pass, which began where the state that was loaded last says. None: as
             many as were yielded whole, which is right only where nothing fetches ahead; a DataLoader's workers do.
-            Warns if steps were yielded after those that other methods were asked about. Before a pass has begun: those
-            that it is to leave out.
+            Warns if more steps were yielded than other methods were asked about. Before a pass: how many it is to skip.
         """
         own = self._pass
         num_whole = own.num_lists // self._steps.micro_batches

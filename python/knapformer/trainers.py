@@ -19,7 +19,7 @@ _DIVISORS = {
 
 
 def check_iterated(sampler: object, by: FrameType) -> None:
-    """Of a sampler whose lists are one rank's batches, in order. by: what begins to iterate over it."""
+    """Refuses what deals or reorders a rank's own lists once more. by: the frame that begins to iterate over them."""
     name, caller, loader = type(sampler).__name__, by.f_globals.get("__name__", ""), by.f_locals.get("loader")
     if caller.startswith(("torch", "lightning")) and caller.endswith((".sampler", ".distributed")):
         raise ArgumentError(
@@ -40,7 +40,7 @@ def accumulated_by_accelerate() -> int:
 
 
 def check_nothing_divides(total: object) -> None:
-    """Of a loss of which the caller has not said what divides it; total: of all micro-batches, or None."""
+    """Refuses a loss without loss_divisor where something divides it. total: of all micro-batches, or None."""
     if (steps := accumulated_by_accelerate()) > 1:
         raise ArgumentError(
             f"loss_divisor: got none, while accelerate accumulates {steps} micro-batches; expected {steps} for "

@@ -11,7 +11,7 @@ CORE, TORCH, PACKAGE = "knapformer/core/", "knapformer/torch/", "python/knapform
 IN_ORDER = {
     CORE + "plan/plan.h": '#include <string>\n#include "knapformer/core/util/error.h"\n',
     TORCH + "comm/group.cpp": '#include <torch/library.h>\n#include "knapformer/core/plan/plan.h"\n',
-    PACKAGE + "__init__.py": "from knapformer.models.step import step\n",
+    PACKAGE + "__init__.py": "from knapformer.models.packed_step import step\n",
     PACKAGE + "__main__.py": "from knapformer.tools.cli import main\n",
     PACKAGE + "models/step.py": "from knapformer import Plan, _core\n",
     PACKAGE + "tools/cli.py": "from knapformer.tools import plan\n",
@@ -43,7 +43,7 @@ def test_passes_what_is_in_order(tmp_path: Path) -> None:
             "1: knapformer/core must not know <ATen/core/Tensor.h>",
         ),
         (TORCH + "a.cpp", "\n#include <torch/extension.h>\n", "2: knapformer/torch must not know <torch/extension.h>"),
-        (PACKAGE + "a.py", "\nimport knapformer.models.step\n", "2: python/knapformer may not include"),
+        (PACKAGE + "a.py", "\nimport knapformer.models.packed_step\n", "2: python/knapformer may not include"),
         (
             PACKAGE + "tools/a.py",
             "def f():\n    from knapformer.tools.measure import step\n",

@@ -93,7 +93,7 @@ def test_calibration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: py
     Path("h100.json").write_text(json.dumps(Calibration(0.5, 2e-15, 3072, True, 0.0, 0.0, 0.0).to_dict()))
     _, block = blocks_of("docs/commands.md")
     made = run(on_one_rank(block), seq_lens_per_rank=LENGTHS)["made"]
-    assert float(capsys.readouterr().out) == pytest.approx(knapformer.predict_step(made).total_s)
+    assert float(capsys.readouterr().out) == pytest.approx(knapformer.predict_micro_batch(made).total_s)
 
 
 def test_given_work() -> None:

@@ -46,7 +46,7 @@ def test_it_is_a_value():
     part = plan.plans[1]
     assert kf.Plan.from_json(part.to_json()) == part == pickle.loads(pickle.dumps(part)) == part.plans[0]
     with pytest.raises(kf.ArgumentError, match=r"^plan: got one of 2 micro-batches, expected one of its plans"):
-        kf.predict_step(plan)
+        kf.predict_micro_batch(plan)
 
 
 def test_what_is_said_per_sequence_and_rank_is_that_of_all_micro_batches():

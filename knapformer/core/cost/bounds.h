@@ -1,19 +1,10 @@
-// Lower bounds of the time of any plan of an input.
+// Lower bounds of the time of any plan of an input; docs/solver.md derives them.
 //
-// Let a plan take block time T. A sequence that g ranks share fits into their time T only if its per-token work, its
-// attention and its exchange fit: w(l) + x_g(l) <= T * (speed of the g ranks). So there is a smallest degree with which
-// it can be shared at all. The exchange grows with the degree, so with this smallest degree the sequence costs its bag
-// the least rank time. Summed over all sequences, this rank time is at most T * (speed of all ranks). The bound is the
-// smallest T for which both conditions hold; docs/solver.md derives it in full.
-//
-// Only the part of the exchange that no plan can hide counts, on one link for all sequences: the one with the higher
-// bound.
-//
-// Several micro-batches. Let L be the longest one's block time (of its slowest rank), and T that of all together. A
-// sequence has to fit into L, and a rank spends at most T in all micro-batches together. So L decides the degrees, and
-// these T. What a step takes is convex in its micro-batches' block times, as the FSDP time that is not hidden is: it is
-// lowest where those beside the longest take equally long. The bound is the lowest over all L. Where ranks wait once, L
-// and T are the slowest rank's sum.
+// In a plan of block time T, a sequence that g ranks share fits into their time: w(l) + x_g(l) <= T * (their speed). So
+// it has a smallest degree, with which it costs its bag the least rank time. The bound is the smallest T at which all
+// sequences have one, and these rank times add up to at most T * (speed of all ranks). Of the exchange counts what no
+// plan can hide, on one link for all sequences: that with the higher bound. Of several micro-batches the longest one's
+// time decides the degrees.
 #pragma once
 
 #include <algorithm>

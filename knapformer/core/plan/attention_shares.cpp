@@ -58,11 +58,6 @@ AttentionShares::AttentionShares(int32_t num_heads, int32_t num_kv_heads, std::s
       num_kv_heads_(num_kv_heads == 0 ? num_heads : num_kv_heads),
       cuts_(cuts.begin(), cuts.end()) {}
 
-AttentionCut AttentionCut::of(std::span<const AttentionCut> cuts, int32_t degree) {
-  const auto cut = std::ranges::find(cuts, degree, &AttentionCut::degree);
-  return cut == cuts.end() ? AttentionCut{.degree = degree} : *cut;
-}
-
 bool AttentionShares::is_even(int32_t degree) const {
   const int32_t parts = head_parts(degree);
   return (num_kv_heads_ < parts ? num_heads_ : num_kv_heads_) % parts == 0;

@@ -11,6 +11,7 @@
 #include <span>
 #include <vector>
 
+#include "knapformer/core/plan/attention_cut.h"
 #include "knapformer/core/util/ragged.h"
 
 namespace knapformer {
@@ -42,31 +43,13 @@ struct HeadSharing {
 /// Throws ArgumentError where num_kv_heads does not divide num_heads, or a count is below 1.
 HeadPartition partition_heads(int64_t num_heads, int64_t num_kv_heads, int32_t degree);
 
-/// How the attention of a sequence is cut that `degree` ranks share: its queries into parts (AttentionShares), and its
-/// keys into stages, which travel one after another while attention runs on those that have come.
-struct AttentionCut {
-  /// With more stages kernels get slow: 8 took 1.37 of one's time, 4 1.06 (alone, H200, 32,768 tokens, 6 heads).
-  static constexpr int32_t kMaxStages = 4;
-
-  int32_t degree = 1, num_parts = 1, num_stages = 1;
-
-  /// The part of keys and values in later stages; as large a part of attention runs meanwhile.
-  double part_of_later_stages() const { return 1 - 1.0 / num_stages; }
-  /// Of attention: each further stage is merged with those before (2 % each, kernels alone on an H200).
-  double attention_factor() const { return 1 + 0.02 * (num_stages - 1); }
-
-  /// Of the degree; where it is not in the list, heads alone are cut.
-  static AttentionCut of(std::span<const AttentionCut> cuts, int32_t degree);
-  bool operator==(const AttentionCut&) const = default;
-};
-
 /// How the ranks of a group divide a sequence's attention. Its heads are cut into u parts and its queries into r, with
 /// u r ranks in the group: rank j u + i attends with queries of part j and heads of part i to all keys of these heads.
 /// r = 1 is Ulysses. Queries are cut evenly, heads as partition_heads does; evenly, too, if their number is not known.
 class AttentionShares {
  public:
   /// num_heads 0: not known. num_kv_heads 0: as many as query heads. cuts: of the degrees with r > 1, where r divides
-  /// the degree. All but the counts of parts throw as partition_heads does.
+  /// the degree. All methods but the first two throw as partition_heads does.
   AttentionShares(int32_t num_heads, int32_t num_kv_heads, std::span<const AttentionCut> cuts = {});
 
   int32_t query_parts(int32_t degree) const { return AttentionCut::of(cuts_, degree).num_parts; }

@@ -11,8 +11,8 @@
 // until all ranks have announced the same call. A rank that went ahead while another announced a call finds out when it
 // has waited for a moment (peer_errors.h).
 //
-// Steps have numbers, in the order in which ranks plan. A prediction holds how far a call's step is from the one that
-// ranks planned or followed last: 0, where nobody holds steps. So it is the same in every step.
+// Steps have numbers, in the order in which ranks plan. A prediction holds how far a call's step is from the one
+// planned or followed last (0 unless a step is held): this repeats.
 #pragma once
 
 #include <unistd.h>

@@ -15,7 +15,7 @@
 namespace knapformer {
 namespace {
 
-constexpr int64_t kLengthsMagic = 0x4b4e41504c454e39;  // "KNAPLEN9": changes with the layout
+constexpr int64_t kLengthsMagic = 0x4b4e41504c454e39;  // so that a gather of other code is noticed
 
 enum HeaderField : size_t {
   kMagic,
@@ -104,9 +104,8 @@ std::optional<GatheredLengths> LengthGatherer::wait(const Pending& pending, cons
   for (size_t rank = 0; rank < num_ranks; ++rank) {
     const int64_t* sent = gathered.data() + rank * stride;
     if (sent[kMagic] != kLengthsMagic || sent[kBalancer] != balancer_) {
-      throw StateError(text("plan_routing: got of rank ", rank, " lengths of balancer ", sent[kBalancer], " (format ",
-                            sent[kMagic], "), expected balancer ", balancer_, " (format ", kLengthsMagic,
-                            "): all ranks call the balancers of a group in the same order"));
+      throw StateError(text("plan_routing: got of rank ", rank, " lengths of balancer ", sent[kBalancer], ", expected ",
+                            balancer_, ": all ranks call the balancers of a group in the same order"));
     }
     if (sent[kWidth] != gathered[kWidth]) {
       throw ArgumentError(
@@ -150,11 +149,10 @@ GatheredLengths LengthGatherer::finish(Pending pending) {
   for (;;) {
     if (std::optional<GatheredLengths> result = wait(pending)) return *std::move(result);
     const at::Tensor gathered = pending.gathered.to(at::kCPU).view({group_->num_ranks(), -1});
-    int64_t max_needed = 0;
     for (int32_t rank = 0; rank < group_->num_ranks(); ++rank) {
-      max_needed = std::max(max_needed, num_payload(gathered.const_data_ptr<int64_t>() + rank * gathered.size(1)));
+      const int64_t needed = num_payload(gathered.const_data_ptr<int64_t>() + rank * gathered.size(1));
+      capacity_ = std::max(capacity_, static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(needed))));
     }
-    capacity_ = std::max(capacity_, static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(max_needed))));
     pending = start(std::move(pending.said), pending.d_model);
   }
 }

@@ -6,7 +6,8 @@
 // this rank took for another (fingerprint.h); and calls in another order. A balancer has two groups, its own and the
 // bag's, so ranks may wait for each other crosswise. Each rank counts the calls that it has come to in either group. If
 // two ranks of a bag call in the same order, one of them is at least as far as the other in both groups. So a rank that
-// is ahead in one group and behind in the other has called in another order. Counts that are out of date show it, too.
+// is ahead in one group and behind in the other has called in another order. Outdated counts, of an earlier moment,
+// will do.
 //
 // A rank that leaves, because its balancer or its process ends, says how many calls it has come to: a rank that waits
 // in a later call raises. A process that is killed says nothing: its launcher ends the others, or the transport fails.

@@ -23,7 +23,7 @@ from knapformer.adapters.packed import Moved, Packed
 from knapformer.adapters.registry import find_model
 from knapformer.adapters.samples import Predictions, Sample
 from knapformer.balancer import SequenceBalancer
-from knapformer.models.step import PackedStep
+from knapformer.models.packed_step import PackedStep
 from knapformer.sample_sources import source_of_shared_samples
 
 Model = TypeVar("Model", bound=nn.Module)

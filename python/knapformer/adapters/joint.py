@@ -28,7 +28,7 @@ from knapformer.attention.packed_rows import (
     segment_index,
     text_flags,
 )
-from knapformer.models.step import PackedStep
+from knapformer.models.packed_step import PackedStep
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

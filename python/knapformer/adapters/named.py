@@ -22,7 +22,7 @@ from knapformer.adapters.balance import balance, balanced
 from knapformer.adapters.drawn import Draw, grid_of, random_sample
 from knapformer.adapters.packed import Home, Moved
 from knapformer.json_file import read_json
-from knapformer.models.step import PackedStep
+from knapformer.models.packed_step import PackedStep
 from knapformer.models.transformer import Transformer
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from knapformer.attention.kernels import pairing_of
 from knapformer.attention.packed_rows import Lengths, Rotation, Segments, lengths_list, rotate
-from knapformer.models.step import Attend, PackedStep
+from knapformer.models.packed_step import Attend, PackedStep
 
 # (module, its tensors, Packed) -> its tensors: the module's forward on packed rows, by its own submodules.
 PackedForward = Callable[..., Any]
@@ -127,7 +127,7 @@ def attend_by(attn: nn.Module) -> Attend | None:
 class OfSequences:
     """Facts about whole sequences that this rank's attention kernels need, worked out once a step.
 
-    of_chunks: for each chunk on this rank a row that says something of the whole sequence that the chunk is of.
+    of_chunks: for each chunk on this rank a row about its whole sequence.
     prepare(rows, spans, device): what is worked out of the rows of sequences with queries here. spans: for each, the
         place of its first query here, and how many are here.
     """

@@ -95,8 +95,8 @@ class Samples:
         """The tokens of each sample that its mask (1, tokens), or (tokens,), keeps, and the rows of these tokens. A
         sample without a mask keeps all. Masks are counted on the CPU: those that come on a device cost a wait.
 
-        beside: the tokens behind these that the mask covers, too, and has to keep. boolean: the model adds masks of
-        numbers to its scores, so that they mask nothing. leading: the model takes the first tokens, whichever are kept.
+        beside: the tokens behind these that the mask covers, too, and has to keep. boolean: takes bools alone, as the
+        model adds numbers to its scores, which hides nothing. leading: the model takes the first tokens, whichever are kept.
         """
         masks = self.values(name)
         if all(mask is None for mask in masks):

@@ -14,7 +14,7 @@ from knapformer._core import DEFAULT_GAMMA
 from knapformer.json_file import read_json
 from knapformer.tools.launch import speaks
 from knapformer.tools.rank_lengths import Lengths
-from knapformer.tools.ways import Planning
+from knapformer.tools.ways import PlanCost
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from knapformer.adapters.named import ModelConfig
 
 
-def warn_if_far(args: argparse.Namespace, of: Planning, batches: Iterable[Lengths], device: str | None = None) -> None:
+def warn_if_far(args: argparse.Namespace, of: PlanCost, batches: Iterable[Lengths], device: str | None = None) -> None:
     """Warns on standard error where --calibration was measured far from what it is used for. Raises ArgumentError,
     OSError."""
     if args.calibration is not None and speaks():
@@ -34,7 +34,7 @@ def warn_if_far(args: argparse.Namespace, of: Planning, batches: Iterable[Length
 
 def planning(
     args: argparse.Namespace, model: TrainedModel | None = None, own_fixed: bool = False, **given: Any
-) -> Planning:
+) -> PlanCost:
     """What the options say, and `given` in place of it.
 
     The named cluster, and `model` (default: TrainedModel()) with the fields that a file of --cluster states. Measured
@@ -45,7 +45,7 @@ def planning(
     calibration, or the user's own cluster, states it. Raises ArgumentError, OSError.
     """
     options = vars(args)
-    fields = {of.name: options[of.name] for of in dataclasses.fields(Planning) if options.get(of.name) is not None}
+    fields = {of.name: options[of.name] for of in dataclasses.fields(PlanCost) if options.get(of.name) is not None}
     states_fixed, cluster, model = False, Cluster(), model or TrainedModel()
     if args.cluster is not None:
         cluster, model, states_fixed = read_cluster(args.cluster, model)
@@ -64,10 +64,10 @@ def planning(
         cluster = cluster.replace(fixed_s=0.0)
     trained = ("mode", "recomputes")
     model = model.replace(**{name: options[name] for name in trained if options.get(name) is not None})
-    return Planning(**(fields | {"cluster": cluster, "model": model} | given))
+    return PlanCost(**(fields | {"cluster": cluster, "model": model} | given))
 
 
-def assumed(args: argparse.Namespace, of: Planning, limit: int | None = None) -> str:
+def assumed(args: argparse.Namespace, of: PlanCost, limit: int | None = None) -> str:
     """One sentence that says what a prediction depends on. limit: of the tokens of a rank; None: as the options say."""
     cluster, model = of.cluster, of.model
     origin = "the default" if of.gamma == DEFAULT_GAMMA else "as given"
@@ -124,6 +124,6 @@ def trained_model(
     return of if dtype is None else of.replace(element_size=dtype.itemsize)
 
 
-def settings_dict(of: Planning) -> dict[str, dict[str, Any]]:
+def settings_dict(of: PlanCost) -> dict[str, dict[str, Any]]:
     """The content of a file that --cluster reads."""
     return {"cluster": of.cluster.to_dict(), "model": of.model.to_dict()}

@@ -1,6 +1,6 @@
 """Optimizer steps as commands plan them: at home, by micro-batch, or whole; and what a step takes by the cluster model.
 
-A way is a function of a Draw that yields what its optimizer steps compute. Needs no torch.
+A way is a function of DrawnSteps that yields what its optimizer steps compute. Needs no torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 import knapformer
-from knapformer import Cluster, Cost, Plan, StepTime, TrainedModel, WorkloadModel, plan_home, predict_step
+from knapformer import Cluster, Cost, MicroBatchTime, Plan, TrainedModel, WorkloadModel, plan_home, predict_micro_batch
 from knapformer._core import head_shares
 from knapformer.tools.rank_lengths import Lengths, MaskedLength, has_masks, lengths_of_step
 
@@ -27,7 +27,7 @@ PLANNED_STEP = "step planned"  # all micro-batches at once, by ranks that load w
 
 
 @dataclass(frozen=True, kw_only=True)
-class Planning(Cost):
+class PlanCost(Cost):
     """The cost of a command's plans, whose fields are all known, and their solver, as in `knapformer.plan`."""
 
     d_model: int
@@ -59,14 +59,14 @@ class Planning(Cost):
 
 
 @dataclass(frozen=True)
-class Draw:
+class DrawnSteps:
     """The samples of some optimizer steps, [step][micro-batch][rank], in the order in which ranks draw them.
 
     pool: the lengths that a way draws from where it takes other samples. max_tokens_per_rank: the limit in a
     micro-batch; 0: none.
     """
 
-    planning: Planning
+    planning: PlanCost
     batches: Sequence[Sequence[Lengths]]
     pool: Sequence[int] = ()
     seed: int = 0
@@ -87,15 +87,15 @@ class Draw:
 
 
 @dataclass
-class Step:
+class OptimizerStep:
     """One optimizer step. own_share: of the plans' work, what is not padding. plan_s: that planning took. times: of the
-    plans; None: as predict_step says."""
+    plans; None: as predict_micro_batch says."""
 
     plans: Sequence[Plan]
     own_share: float = 1.0
     plan_s: float = 0.0
     whole: Plan | None = None  # which `plans` are of
-    times: Sequence[StepTime] | None = None
+    times: Sequence[MicroBatchTime] | None = None
 
     @property
     def plan(self) -> Plan:
@@ -113,8 +113,8 @@ class Step:
 
         wir: the mean over those that have tokens; infinite where one of them leaves a rank without work.
         """
-        times = self.times or [predict_step(plan) for plan in self.plans]
-        sums: dict[str, Callable[[StepTime], float]] = {
+        times = self.times or [predict_micro_batch(plan) for plan in self.plans]
+        sums: dict[str, Callable[[MicroBatchTime], float]] = {
             "total_s": lambda of: of.total_s,
             "compute_s": lambda of: of.token_s + of.attention_s,
             "ideal_s": lambda of: of.ideal_s,
@@ -129,40 +129,41 @@ class Step:
             "samples": sum(plan.num_sequences for plan in self.plans),
             "tokens": sum(plan.num_tokens for plan in self.plans),
             "max_tokens": max(plan.max_tokens for plan in self.plans),
-            **{term: math.fsum(of.terms[term] for of in times) for term in StepTime.labels()},
+            **{term: math.fsum(of.terms[term] for of in times) for term in MicroBatchTime.labels()},
             **{name: math.fsum(map(of, times)) for name, of in sums.items()},
         }
 
 
-Way = Callable[[Draw], Iterator[Step]]
+Steps = Sequence[OptimizerStep]
+Way = Callable[[DrawnSteps], Iterator[OptimizerStep]]
 
 
-def at_home(draw: Draw) -> Iterator[Step]:
+def at_home(draw: DrawnSteps) -> Iterator[OptimizerStep]:
     """Each rank computes what it drew, packed without padding."""
     for batches in draw.batches:
-        yield Step([draw.planning.home(batch) for batch in batches])
+        yield OptimizerStep([draw.planning.home(batch) for batch in batches])
 
 
-def by_micro_batch(draw: Draw, topology: str, max_tokens_per_rank: int = 0) -> Iterator[Step]:
+def by_micro_batch(draw: DrawnSteps, topology: str, max_tokens_per_rank: int = 0) -> Iterator[OptimizerStep]:
     """Each micro-batch is planned by itself, as by plan_routing without micro_batches."""
     for batches in draw.batches:
         start = time.perf_counter()
         plans = [draw.planning.plan(batch, topology, max_tokens_per_rank=max_tokens_per_rank) for batch in batches]
-        yield Step(plans, plan_s=time.perf_counter() - start)
+        yield OptimizerStep(plans, plan_s=time.perf_counter() - start)
 
 
-def planned_whole(draw: Draw, topology: str, *, routed: bool | None = None) -> Iterator[Step]:
-    """All micro-batches of a step are planned at once. routed: as in Planning.plan."""
+def planned_whole(draw: DrawnSteps, topology: str, *, routed: bool | None = None) -> Iterator[OptimizerStep]:
+    """All micro-batches of a step are planned at once. routed: as in PlanCost.plan."""
     for batches in draw.batches:
         start = time.perf_counter()
         whole = draw.planning.plan(
             lengths_of_step(batches), topology, routed=routed, micro_batches=len(batches),
             max_tokens_per_rank=draw.max_tokens_per_rank,
         )  # fmt: skip
-        yield Step(whole.plans, plan_s=time.perf_counter() - start, whole=whole)
+        yield OptimizerStep(whole.plans, plan_s=time.perf_counter() - start, whole=whole)
 
 
-def usual_ways(draw: Draw, topologies: Iterable[str], whole: bool) -> dict[str, list[Step]]:
+def usual_ways(draw: DrawnSteps, topologies: Iterable[str], whole: bool) -> dict[str, list[OptimizerStep]]:
     """By name: without a balancer, then each topology planned by micro-batch and, where asked for, by whole step; the
     limit of tokens is then that of whole steps."""
     found = {NO_BALANCER: list(at_home(draw))}
@@ -174,7 +175,7 @@ def usual_ways(draw: Draw, topologies: Iterable[str], whole: bool) -> dict[str, 
     return found
 
 
-def heads_text(draw: Draw, plan: Plan) -> str:
+def heads_text(draw: DrawnSteps, plan: Plan) -> str:
     """By which parts ranks share sequences of this many heads, and what that costs; '' where none are shared, or the
     heads are not known. plan: of the draw's first step."""
     model = plan.model
@@ -200,7 +201,7 @@ def heads_text(draw: Draw, plan: Plan) -> str:
     return f"{text} The step takes {ratio:.3f} times as long as with heads that divide evenly."
 
 
-def means(steps: Sequence[Step], peak_tflops: float | None) -> dict[str, Any]:
+def means(steps: Steps, peak_tflops: float | None) -> dict[str, Any]:
     """The mean figures of steps. hfu: None without a peak, that of a rank's device. wir: None where it is infinite."""
     mean: dict[str, Any] = {name: statistics.fmean(of.figures[name] for of in steps) for name in steps[0].figures}
     return mean | {
@@ -211,7 +212,7 @@ def means(steps: Sequence[Step], peak_tflops: float | None) -> dict[str, Any]:
 
 
 def measured(
-    name: str | None, steps: Sequence[Step], seconds: Sequence[float], model: TrainedModel, peak_tflops: float | None
+    name: str | None, steps: Steps, seconds: Sequence[float], model: TrainedModel, peak_tflops: float | None
 ) -> dict[str, Any]:
     """What files hold of the measured steps of a variant, by all commands that measure. name: None or NO_BALANCER where
     all are at home. seconds: of each step. An infinite WIR becomes None."""
@@ -228,7 +229,7 @@ def measured(
     }
 
 
-def hfu_of(steps: Sequence[Step], model: TrainedModel, latency_s: float, peak_tflops: float | None) -> float | None:
+def hfu_of(steps: Steps, model: TrainedModel, latency_s: float, peak_tflops: float | None) -> float | None:
     """Hardware FLOPs utilization, between 0 and 1, of steps that take so long in the mean. Attention's FLOPs count in
     full, whatever gamma the plans have. None without a peak, that of a rank's device, or where not all parameters
     train."""

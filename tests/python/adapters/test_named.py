@@ -22,7 +22,7 @@ from knapformer.adapters.named import (
     random_batch,
 )
 from knapformer.models import PackedStep, init_weights
-from knapformer.tools.measure.blocks import build_kinds
+from knapformer.tools.measure.blocks import kinds_of
 from knapformer.tools.model_presets import PRESETS
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -64,7 +64,7 @@ def test_the_kinds_of_blocks_are_all_of_the_model(name: str) -> None:
     its inputs are made of reaches every parameter."""
     config = load_config(name)
     counted: Counter[tuple[int, ...]] = Counter()
-    kinds = build_kinds(config, CPU, torch.float32)
+    kinds = kinds_of(config, CPU, torch.float32)
     for kind in kinds:
         counted += Counter({shape: kind.count * n for shape, n in shapes([kind.block]).items()})
         kind.work(PackedStep([17, 1, 101], config.d_model), [3, 0, 8], checkpointing=True)()

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from knapformer.attention import kernels
 from knapformer.attention.kernels import PackedAttention, pairing_of, varlen_attention
-from knapformer.models.step import PackedStep
+from knapformer.models.packed_step import PackedStep
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from balancer_checks import LENS, Check, causal_free_attention, own, run_checks
 from knapformer.attention.kernels import PackedAttention
-from knapformer.models.step import PackedStep
+from knapformer.models.packed_step import PackedStep
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 

@@ -181,7 +181,7 @@ def test_ranks_measure_their_all_to_all(tmp_path: Path) -> None:
     predicted, beside = [], []
     medians = [sorted(seconds)[1] for seconds in steps["seconds"]]
     for lens, median in zip(steps["seq_lens"], medians, strict=True):
-        fsdp_s = kf.predict_step(
+        fsdp_s = kf.predict_micro_batch(
             kf.plan([lens, lens], "g1n2", d_model=32, gamma=calibration, cluster=cluster, model=model)
         ).fsdp_s
         work = sum(24 * n * 32**2 + calibration.gamma * 4 * n**2 * 32 for n in lens)

@@ -17,7 +17,7 @@ from knapformer.tools.doctor.alternatives import alternatives
 from knapformer.tools.doctor.code_to_write import code_of
 from knapformer.tools.model_presets import PRESETS
 from knapformer.tools.rank_lengths import MaskedLength
-from knapformer.tools.ways import Draw, Planning
+from knapformer.tools.ways import DrawnSteps, PlanCost
 
 import knapformer
 from knapformer import Cluster
@@ -41,10 +41,10 @@ class Case:
         preset = PRESETS[self.preset]
         model = preset.trained_model()
         model = model.replace(num_heads=self.num_heads) if self.num_heads else model
-        planning = Planning(d_model=preset.d_model, gamma=0.5, mask=self.mask, cluster=Cluster(), model=model)
+        planning = PlanCost(d_model=preset.d_model, gamma=0.5, mask=self.mask, cluster=Cluster(), model=model)
         lengths = self.lengths or LENGTHS
         pool = [length for lens in lengths for length in lens]
-        draw = Draw(planning, [[lengths] * self.micro_batches], pool, max_tokens_per_rank=10**6)
+        draw = DrawnSteps(planning, [[lengths] * self.micro_batches], pool, max_tokens_per_rank=10**6)
         return code_of(next(of for of in alternatives(draw, ["g2/1n1"]) if of.key == self.way), draw, preset)
 
 

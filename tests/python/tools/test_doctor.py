@@ -18,7 +18,7 @@ from knapformer.tools.draws import Source
 from knapformer.tools.model_presets import PRESETS
 from knapformer.tools.rank_lengths import micro_batches_of_step
 from knapformer.tools.settings import settings_dict
-from knapformer.tools.ways import Draw, Planning, Step
+from knapformer.tools.ways import DrawnSteps, PlanCost, OptimizerStep
 
 import knapformer as kf
 from knapformer import Cluster, TrainedModel
@@ -36,16 +36,18 @@ def block_s(length):
 STEP = 3 * 4  # blocks; forward, recompute and a backward pass of two
 
 
-PLANNING = Planning(d_model=D, gamma=GAMMA, cluster=CLUSTER, model=MODEL, effort="low")
+PLANNING = PlanCost(d_model=D, gamma=GAMMA, cluster=CLUSTER, model=MODEL, effort="low")
 
 
 def results_of(steps, micro_batches=1, limit=0):
     batches = [micro_batches_of_step(step, micro_batches) for step in steps]
-    case = Draw(PLANNING, batches, [n for step in steps for lens in step for n in lens], max_tokens_per_rank=limit)
+    case = DrawnSteps(
+        PLANNING, batches, [n for step in steps for lens in step for n in lens], max_tokens_per_rank=limit
+    )
     return {a.key: simulate(a, case) for a in alternatives(case, sharing(ranked(case)))}
 
 
-def compute_s(step: Step):
+def compute_s(step: OptimizerStep):
     return step.figures["token_s"] + step.figures["attention_s"]
 
 
@@ -92,7 +94,7 @@ def test_alternatives_cost_what_the_formula_says():
 
 
 def test_static_sharing_does_not_balance_groups():
-    (step,) = static_sharing(Draw(PLANNING, [[[[100], [100], [30], [10]]]]), 2)
+    (step,) = static_sharing(DrawnSteps(PLANNING, [[[[100], [100], [30], [10]]]]), 2)
     assert compute_s(step) == pytest.approx(STEP * 2 * block_s(100) / 2)
 
 
@@ -207,8 +209,8 @@ def test_topologies_are_ranked_with_reasons():
     asked = {"max_tokens_per_rank": 20000, "cluster": Cluster("h100", fixed_s=0)}
     model = TrainedModel(num_heads=24, cuts_queries=True)
     ranking = kf.rank_topologies(sample, d_model=3072, model=model, **asked)
-    planning = Planning(d_model=3072, gamma=0.41, cluster=asked["cluster"], model=model)
-    of_doctor = ranked(Draw(planning, [[lengths] for lengths in sample], max_tokens_per_rank=20000))
+    planning = PlanCost(d_model=3072, gamma=0.41, cluster=asked["cluster"], model=model)
+    of_doctor = ranked(DrawnSteps(planning, [[lengths] for lengths in sample], max_tokens_per_rank=20000))
     assert [str(option) for option in of_doctor] == [str(option) for option in ranking]
     times = [option.predicted_time for option in ranking]
     assert times[-1] == math.inf  # one rank cannot hold the longest sequence; 0.1 % is a tie

@@ -18,7 +18,7 @@ from knapformer.tools.rank_lengths import micro_batches_of_step
 from printed import MIXED, run
 
 import knapformer as kf
-from knapformer import Cluster, DataMix, Plan, TrainedModel, plan, plan_home, predict_step, rank_topologies
+from knapformer import Cluster, DataMix, Plan, TrainedModel, plan, plan_home, predict_micro_batch, rank_topologies
 
 
 def test_plan_of_a_mix_as_json_is_the_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_predict_writes_what_the_model_says(tmp_path, capsys):
         kf.plan(mix.draw_lengths(0, step, 32), "g8n4", d_model=3072, gamma=0.41, solver="greedy") for step in range(2)
     ]
     point = result["points"][1]
-    assert point["total_s"] == pytest.approx(statistics.fmean(predict_step(p).total_s for p in steps))
+    assert point["total_s"] == pytest.approx(statistics.fmean(predict_micro_batch(p).total_s for p in steps))
     assert point["route_bytes"] == pytest.approx(statistics.fmean(4 * p.tokens_moved * 3072 * 2 for p in steps))
     attention_bytes = statistics.fmean(57 * 3 * 4 * p.attention_tokens_moved * 3072 * 2 for p in steps)
     assert point["attention_bytes"] == pytest.approx(attention_bytes)
@@ -238,7 +238,7 @@ def test_a_step_of_several_micro_batches(tmp_path):
     mix = kf.DataMix.parse("mixed")
     steps = [[mix.draw_lengths(0, 3 * step + k, 32) for k in range(3)] for step in range(2)]
     by_micro_batch = [[kf.plan(lens, "g8n4", d_model=3072, gamma=0.41) for lens in of] for of in steps]
-    times = [[predict_step(plan) for plan in of] for of in by_micro_batch]
+    times = [[predict_micro_batch(plan) for plan in of] for of in by_micro_batch]
     flat = points["g8n4"]
     assert flat["total_s"] == pytest.approx(statistics.fmean(sum(t.total_s for t in of) for of in times))
     peaks = [max(plan.max_tokens for plan in of) for of in by_micro_batch]
@@ -269,13 +269,13 @@ def test_lengths_from_a_file_are_those_of_steps(tmp_path, capsys):
     assert main(["plan", *arguments, "--micro-batches", "2"]) == 0
     none, flat, whole = json.loads(target.read_text())["points"]
     parts = [kf.plan(lens, "g2n1", d_model=3072) for lens in steps]
-    assert none["total_s"] == pytest.approx(sum(predict_step(plan_home(plan)).total_s for plan in parts))
-    assert flat["total_s"] == pytest.approx(sum(predict_step(plan).total_s for plan in parts))
+    assert none["total_s"] == pytest.approx(sum(predict_micro_batch(plan_home(plan)).total_s for plan in parts))
+    assert flat["total_s"] == pytest.approx(sum(predict_micro_batch(plan).total_s for plan in parts))
     assert whole["tokens"] == 210 + 1400
 
     lengths.write_text(json.dumps(steps))
     assert main(["plan", *arguments, "--steps", "2"]) == 0
-    mean_s = statistics.fmean(predict_step(kf.plan(lens, "g2n1", d_model=3072)).total_s for lens in steps)
+    mean_s = statistics.fmean(predict_micro_batch(kf.plan(lens, "g2n1", d_model=3072)).total_s for lens in steps)
     assert json.loads(target.read_text())["points"][1]["total_s"] == pytest.approx(mean_s)
     capsys.readouterr()
     for options, message in (

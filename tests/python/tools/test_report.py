@@ -72,7 +72,7 @@ def test_a_step_is_drawn_by_its_longest_micro_batch(tmp_path):
     args = ["plan", "--topology", "g8n4", "--data", "mixed", "--micro-batches", "3"]
     assert main([*args, "--report", str(page), "--json", str(path)]) == 0
     step, shown = kf.Plan.from_json(path.read_text()), page.read_text()
-    step_s = [kf.predict_step(of).total_s for of in step.plans]
+    step_s = [kf.predict_micro_batch(of).total_s for of in step.plans]
     longest = step_s.index(max(step_s))
     assert f"of 3 micro-batches number {longest}, which" in shown and f"Predicted: {sum(step_s):.4g} s a step" in shown
 

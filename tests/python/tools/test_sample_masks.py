@@ -9,7 +9,7 @@ from knapformer.tools.cli import main
 from knapformer.tools.doctor.alternatives import alternatives, ranked, sharing, simulate
 from knapformer.tools.lengths_files import lengths_of, read_samples
 from knapformer.tools.rank_lengths import MaskedLength
-from knapformer.tools.ways import Draw, Planning
+from knapformer.tools.ways import DrawnSteps, PlanCost
 from masks import dense_mask
 
 import knapformer as kf
@@ -58,10 +58,10 @@ def test_masks_that_do_not_fit_are_rows_left_out(tmp_path):
 def test_alternatives_take_the_time_of_the_pairs():
     cluster = Cluster("h100", fixed_s=0, flops_per_s=1e9, node_latency_s=0, network_latency_s=0)
     model = TrainedModel(num_blocks=3, num_parameters=0, routed=False)
-    planning = Planning(d_model=D, gamma=GAMMA, cluster=cluster, model=model, effort="low", mask="causal")
+    planning = PlanCost(d_model=D, gamma=GAMMA, cluster=cluster, model=model, effort="low", mask="causal")
     drawn = [[("full", 1200)], [("c400 f800@", 1200)], [(None, 1200)], [("window:9:0", 1200)]]  # None: the cost's
     lens = [[n if mask is None else MaskedLength(n, mask) for mask, n in of_rank] for of_rank in drawn]
-    case = Draw(planning, [[lens]] * 20, [n for of_rank in lens for n in of_rank])
+    case = DrawnSteps(planning, [[lens]] * 20, [n for of_rank in lens for n in of_rank])
     found = {of.key: simulate(of, case) for of in alternatives(case, sharing(ranked(case)))}
     seconds = [step_s(mask or "causal", n) for [(mask, n)] in drawn]
     ideal = sum(seconds) / 4
@@ -76,9 +76,9 @@ def test_alternatives_take_the_time_of_the_pairs():
 
 
 def test_buckets_pad_written_masks_to_their_share_of_pairs():
-    planning = Planning(d_model=D, gamma=GAMMA, cluster=Cluster("h100"), model=TrainedModel())
+    planning = PlanCost(d_model=D, gamma=GAMMA, cluster=Cluster("h100"), model=TrainedModel())
     pool = [MaskedLength(n, f"c{n // 2} f{n - n // 2}") for n in range(100, 200)]
-    case = Draw(planning, [[[[pool[0]], [pool[-1]]]]] * 4, pool)
+    case = DrawnSteps(planning, [[[[pool[0]], [pool[-1]]]]] * 4, pool)
     buckets = next(of for of in alternatives(case, []) if of.key == "buckets")
     assert 0 < simulate(buckets, case).waiting < 0.1
 

@@ -14,7 +14,7 @@ from knapformer.tools.settings import trained_model
 from knapformer.tools.simulate.results import Measured, Variant, figures, sentences
 from knapformer.tools.simulate.variants import Simulation, StepData, VariantStep, batches_of
 from knapformer.tools.simulate.worker import balancer_of
-from knapformer.tools.ways import NO_BALANCER, PLANNED_STEP, Planning, Step
+from knapformer.tools.ways import NO_BALANCER, PLANNED_STEP, PlanCost, OptimizerStep
 
 from knapformer import ArgumentError, Cluster, DataMix, TrainedModel, WorkloadModel, plan, plan_home
 
@@ -24,10 +24,10 @@ LENGTHS = [[[100, 20], [20]], [[40], [40, 60]]]  # of two steps
 
 def variants() -> tuple[Variant, Variant]:
     plans = [plan(lengths, "g2n1", d_model=16, gamma=1.0) for lengths in LENGTHS]
-    home = [Step([plan_home(of)]) for of in plans]
+    home = [OptimizerStep([plan_home(of)]) for of in plans]
     return (
         Variant(NO_BALANCER, home, [Measured(4.0, 0.5, 3.0), Measured(2.0, 0.25, 1.0)]),
-        Variant("g2n1", [Step([of]) for of in plans], [Measured(2.0, 0.5, 3.0), Measured(1.0, 0.3, 1.0)]),
+        Variant("g2n1", [OptimizerStep([of]) for of in plans], [Measured(2.0, 0.5, 3.0), Measured(1.0, 0.3, 1.0)]),
     )
 
 
@@ -57,7 +57,7 @@ def test_figures_by_hand() -> None:
 def test_ranks_wait_in_every_micro_batch() -> None:
     """A step of the two: each micro-batch counts with its slowest rank."""
     baseline, balanced = (
-        dataclasses.replace(of, steps=[Step([step.plans[0] for step in of.steps])], measured=[Measured(s, 1.0, 1.0)])
+        dataclasses.replace(of, steps=[OptimizerStep([step.plans[0] for step in of.steps])], measured=[Measured(s, 1.0, 1.0)])
         for of, s in zip(variants(), (6.0, 4.0), strict=True)
     )
     got = figures(balanced, baseline, MODEL, peak_tflops=None)
@@ -67,7 +67,7 @@ def test_ranks_wait_in_every_micro_batch() -> None:
 
 
 def test_an_infinite_ratio_is_null() -> None:
-    step = Step([plan_home(plan([[5], []], "g2n1", d_model=16))])
+    step = OptimizerStep([plan_home(plan([[5], []], "g2n1", d_model=16))])
     alone = Variant(NO_BALANCER, [step], [Measured(1.0, 1.0, 1.0)])
     assert math.isinf(step.figures["wir"]) and figures(alone, alone, MODEL, None)["wir"] is None
 
@@ -84,7 +84,7 @@ def simulation(**changes: Any) -> Simulation:
     model = changes.pop("model", load_config("flux-tiny"))
     of = {name: changes.pop(name) for name in ("solver", "cluster") if name in changes}
     trained = trained_model(model, None, True).replace(num_parameters=0.0)
-    planning = Planning(
+    planning = PlanCost(
         d_model=model.d_model, gamma=0.5, mask=model.mask, model=trained, **{"cluster": Cluster(), **of}
     )
     num_ranks, lengths, mix = changes.pop("num_ranks", 2), changes.pop("lengths", ()), None

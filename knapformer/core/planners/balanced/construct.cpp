@@ -49,7 +49,7 @@ bool Construction::place_alone(const TreeItem& item, int32_t v) {
   for (int32_t x = n.parent; x >= 0; x = trees_.node(x).parent) {
     if (trees_.state(x).num_sequences > 0) return false;
   }
-  const bool fits = fit_by_ == FitBy::kAlone || trees_.group_time(v) + trees_.cost(item, v) <= target_;
+  const bool fits = sharing_ == Sharing::kLeast || trees_.group_time(v) + trees_.cost(item, v) <= target_;
   if (!fits || trees_.state(v).tokens + item.tokens > n.token_capacity) return false;
   trees_.add(item, v);
   trees_.update(v);
@@ -114,7 +114,7 @@ int32_t Construction::place(const TreeItem& item) {
     trees_.add(item, v);
     trees_.update(paths_);
     const double time = trees_.group_time(v);
-    if (fit_by_ == FitBy::kAlone ? has_room(v) : time <= target_) return v;
+    if (sharing_ == Sharing::kLeast ? has_room(v) : time <= target_) return v;
     trees_.restore(paths_);
     if (time < best_time) {
       best_time = time;
@@ -128,9 +128,9 @@ int32_t Construction::place(const TreeItem& item) {
   return best;
 }
 
-double Construction::place_all(double target, FitBy fit_by, std::vector<int32_t>& node_of_item) {
-  target_ = target;
-  fit_by_ = fit_by;
+double Construction::place_all(double target, Sharing sharing, std::vector<int32_t>& node_of_item) {
+  target_ = sharing == Sharing::kMost ? 0 : target;
+  sharing_ = sharing;
   trees_.clear();
   for (Queue& queue : queues_) queue.occupancy = WinnerTree(queue.nodes.size());
   is_stale_.assign(static_cast<size_t>(trees_.num_bags()), 0);
@@ -140,14 +140,14 @@ double Construction::place_all(double target, FitBy fit_by, std::vector<int32_t>
   return trees_.slowest();
 }
 
-std::vector<int32_t> Construction::place_under_targets(FitBy fit_by, double bound, int32_t num_targets) {
+std::vector<int32_t> Construction::place_under_targets(Sharing sharing, double bound, int32_t num_targets) {
   std::vector<int32_t> best, trial;
   double best_time = kInfinity;
   double low = 0, high = 0;  // margins: missed, met
   double margin = 0.02;
   bool is_met = false;
   for (int32_t i = 0; i < num_targets && best_time > bound * Effort::kGoodEnough; ++i) {
-    const double time = place_all(bound * (1 + margin), fit_by, trial);
+    const double time = place_all(bound * (1 + margin), sharing, trial);
     if (time < best_time) {
       best.swap(trial);
       best_time = time;

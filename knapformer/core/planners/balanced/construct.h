@@ -20,17 +20,17 @@ class Construction {
  public:
   explicit Construction(PlacementTrees& trees);
 
-  /// The time that is compared with the target: that of the group, or that of the sequence alone, which is then shared
-  /// only if it must be.
-  enum class FitBy { kTime, kAlone };
+  /// Which sequences are shared: those with which no smaller group keeps the target; those that exceed it alone, or the
+  /// limit of tokens in any smaller group; or all, by as many ranks as can be.
+  enum class Sharing { kToFit, kLeast, kMost };
 
   /// Empties the trees and places all their items. Returns the time of the slowest group, which may be above the
   /// target.
-  double place_all(double target, FitBy fit_by, std::vector<int32_t>& node_of_item);
+  double place_all(double target, Sharing sharing, std::vector<int32_t>& node_of_item);
 
   /// Places all items under a few targets above the bound of the time: doubling the margin while the placement misses
   /// its target, halving it while it meets it. Returns the best placement.
-  std::vector<int32_t> place_under_targets(FitBy fit_by, double bound, int32_t num_targets);
+  std::vector<int32_t> place_under_targets(Sharing sharing, double bound, int32_t num_targets);
 
  private:
   /// Groups of one degree and about one speed. Groups only fill up, so an outdated load is too low. It is therefore
@@ -55,7 +55,7 @@ class Construction {
 
   PlacementTrees& trees_;
   double target_ = 0;
-  FitBy fit_by_ = FitBy::kTime;
+  Sharing sharing_ = Sharing::kToFit;
   std::vector<Queue> queues_;        // ascending by degree
   std::vector<size_t> first_queue_;  // by degree, then the number of queues
   PlacementTrees::Paths paths_;

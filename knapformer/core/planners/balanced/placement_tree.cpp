@@ -7,6 +7,32 @@
 
 namespace knapformer {
 
+namespace {
+
+/// Of each shape, every stride-th bag of the replica.
+std::vector<BagId> sampled_bags(const Topology& topology, int32_t replica, int32_t stride) {
+  std::vector<BagId> sampled;
+  const int32_t num_bags = topology.num_bags_per_replica(), first = replica * num_bags;
+  for (int32_t b = first, in_shape = 0; b < first + num_bags; ++b, ++in_shape) {
+    if (b > first && topology.bag(BagId(b)).shape != topology.bag(BagId(b - 1)).shape) in_shape = 0;
+    if (in_shape % stride == 0) sampled.push_back(BagId(b));
+  }
+  return sampled;
+}
+
+/// The replica's sequences by descending work; for a part of its ranks as large a part of them, evenly spread.
+std::vector<SequenceId> sampled_sequences(const PlanInput& input, int32_t replica, int64_t num_ranks) {
+  const int64_t num_all = input.topology.num_ranks_per_replica();
+  std::vector<SequenceId> sampled;
+  const std::vector<SequenceId> order = input.by_descending_work(replica);
+  for (int64_t i = 0; i < std::ssize(order); ++i) {
+    if (i == 0 || i * num_ranks / num_all != (i - 1) * num_ranks / num_all) sampled.push_back(order[i]);
+  }
+  return sampled;
+}
+
+}  // namespace
+
 PlacementTrees::PlacementTrees(const PlanInput& input, int32_t replica, int32_t num_micro_batches, int32_t stride)
     : max_tokens_per_rank_(input.max_tokens_per_rank) {
   const Topology& topology = input.topology;
@@ -19,25 +45,14 @@ PlacementTrees::PlacementTrees(const PlanInput& input, int32_t replica, int32_t 
   const double total_speed = input.group_speed(Rank(replica * num_ranks), num_ranks).sum;
   unit_s_ = total_s > 0 ? total_s / total_speed / num_micro_batches : 1;
 
-  std::vector<int32_t> bags;
+  const std::vector<BagId> bags = sampled_bags(topology, replica, stride);
   first_bag_ = replica * topology.num_bags_per_replica();
-  for (int32_t b = 0, in_shape = 0; b < topology.num_bags_per_replica(); ++b, ++in_shape) {
-    const Bag& bag = topology.bag(BagId(first_bag_ + b));
-    if (b > 0 && bag.shape != topology.bag(BagId(first_bag_ + b - 1)).shape) in_shape = 0;
-    if (in_shape % stride != 0) continue;
-    bags.push_back(first_bag_ + b);
-    num_ranks_per_micro_batch_ += bag.num_ranks;
-  }
   num_bags_per_micro_batch_ = static_cast<int32_t>(bags.size());
-
-  const std::vector<SequenceId> order = input.by_descending_work(replica);
-  const int64_t num_taken = num_ranks_per_micro_batch_;
-  items_.reserve(order.size() * static_cast<size_t>(num_taken) / static_cast<size_t>(num_ranks));
-  for (int64_t i = 0; i < std::ssize(order); ++i) {
-    if (i > 0 && i * num_taken / num_ranks == (i - 1) * num_taken / num_ranks) continue;
-    items_.push_back({.id = order[i],
-                      .tokens = static_cast<double>(input.seq_lens[order[i]]),
-                      .attention = input.pairs_of(order[i]) * rates.pair_s / unit_s_});
+  for (const BagId bag : bags) num_ranks_per_micro_batch_ += topology.bag(bag).num_ranks;
+  for (const SequenceId s : sampled_sequences(input, replica, num_ranks_per_micro_batch_)) {
+    items_.push_back({.id = s,
+                      .tokens = static_cast<double>(input.seq_lens[s]),
+                      .attention = input.pairs_of(s) * rates.pair_s / unit_s_});
   }
   const Passes passes = input.model.passes();
   if (input.cluster.overlaps_attention) {
@@ -48,23 +63,13 @@ PlacementTrees::PlacementTrees(const PlanInput& input, int32_t replica, int32_t 
                 .backward_exchange = passes.backwards / passes.exchanges()};
   }
 
-  for (const BagShape& shape : topology.shapes()) {
-    auto& by_degree = nodes_by_degree_.emplace_back();
-    int32_t offset = 0;
-    for (auto degree = shape.degrees.rbegin(); degree != shape.degrees.rend(); ++degree) {
-      const int32_t count = shape.num_ranks_per_bag() / *degree;
-      by_degree.push_back({.degree = *degree, .offset = offset, .count = count});
-      offset += count;
-      degrees_.push_back(*degree);
-    }
-    std::reverse(by_degree.begin(), by_degree.end());
-  }
+  for (const BagShape& shape : topology.shapes()) add_shape(shape);
   std::sort(degrees_.begin(), degrees_.end());
   degrees_.erase(std::unique(degrees_.begin(), degrees_.end()), degrees_.end());
 
   const AttentionShares shares = input.attention_shares();
   for (int32_t k = 0; k < num_micro_batches; ++k) {
-    for (const int32_t bag : bags) add_bag(input, shares, topology.bag(BagId(bag)));
+    for (const BagId bag : bags) add_bag(input, shares, topology.bag(bag));
   }
   states_.resize(nodes_.size());
   update_all();
@@ -73,6 +78,18 @@ PlacementTrees::PlacementTrees(const PlanInput& input, int32_t replica, int32_t 
 void PlacementTrees::set_levels(std::span<const double> levels_s) {
   const double highest_s = std::ranges::max(levels_s);
   for (Node& n : nodes_) n.head_start = (highest_s - levels_s[micro_batch_of(n.bag)]) / unit_s_;
+}
+
+void PlacementTrees::add_shape(const BagShape& shape) {
+  auto& by_degree = nodes_by_degree_.emplace_back();
+  int32_t offset = 0;
+  for (auto degree = shape.degrees.rbegin(); degree != shape.degrees.rend(); ++degree) {
+    const int32_t count = shape.num_ranks_per_bag() / *degree;
+    by_degree.push_back({.degree = *degree, .offset = offset, .count = count});
+    offset += count;
+    degrees_.push_back(*degree);
+  }
+  std::reverse(by_degree.begin(), by_degree.end());
 }
 
 void PlacementTrees::add_bag(const PlanInput& input, const AttentionShares& shares, const Bag& bag) {
@@ -148,7 +165,7 @@ void PlacementTrees::clear() {
   update_all();
 }
 
-void PlacementTrees::load(std::span<const int32_t> node_of_item) {
+void PlacementTrees::put(std::span<const int32_t> node_of_item) {
   clear();
   for (size_t i = 0; i < node_of_item.size(); ++i) add(items_[i], node_of_item[i]);
   update_all();

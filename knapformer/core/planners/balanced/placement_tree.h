@@ -8,14 +8,10 @@
 //
 // Note on time. If a node holds a sequence, all ranks below it are connected; so a connected group is a node with
 // sequences that has no other such node above it. Its ranks wait for the longest per-token phase and the longest
-// attention phase (cost/step_time.h). Shared sequences may be cut unevenly. So the per-token phase can be brought down
-// to
-//
-//   max over nodes v of the group of    (tokens at v and below) * seconds per token / (speed of v's ranks)
-//
-// and no further, since the tokens at v and below must lie on v's ranks; this maximum can be reached by Hall's
-// condition for nested sets. Attention follows the heads: a rank is counted with the sum of the largest shares of the
-// nodes above it, which is what the first rank of each group really has.
+// attention phase (cost/step_time.h). The per-token phase of the best cut is the largest, over the nodes v of the
+// group, of (tokens at v and below) * seconds per token / (speed of v's ranks): docs/solver.md. Attention follows the
+// heads: a rank is counted with the sum of the largest shares of the nodes above it, which is what the first rank of
+// each group really has.
 //
 // Note on exchange. The exchange follows the chunks, and so the cut. The sequences of a node v fill its ranks up to one
 // level of T_v tokens a rank. A connected subtree u below v already has one level of T_u tokens a rank, so its ranks
@@ -132,7 +128,7 @@ class PlacementTrees {
 
   void clear();
   /// Puts every item at its node, and takes all others out.
-  void load(std::span<const int32_t> node_of_item);
+  void put(std::span<const int32_t> node_of_item);
   void add(const TreeItem& item, int32_t v) { change(item, v, 1.0); }
   void remove(const TreeItem& item, int32_t v) { change(item, v, -1.0); }
   /// Brings v and the nodes above it up to date.
@@ -180,6 +176,7 @@ class PlacementTrees {
   int32_t node_of(const Placement& place) const;
 
  private:
+  void add_shape(const BagShape& shape);
   void add_bag(const PlanInput& input, const AttentionShares& shares, const Bag& bag);
   double energy_of_rank(double time) const {
     double x = std::max(0.0, time - floor_) * inverse_range_;

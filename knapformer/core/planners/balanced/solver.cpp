@@ -8,6 +8,7 @@
 #include "knapformer/core/cost/bounds.h"
 #include "knapformer/core/cost/step_time.h"
 #include "knapformer/core/planners/balanced/anneal.h"
+#include "knapformer/core/planners/balanced/branch_and_bound.h"
 #include "knapformer/core/planners/balanced/construct.h"
 #include "knapformer/core/planners/balanced/locality.h"
 #include "knapformer/core/planners/balanced/uneven_chunks.h"
@@ -74,7 +75,7 @@ class ReplicaSolver {
     std::vector<int32_t> best;
     double best_time = kInfinity;
     const auto consider = [&](std::vector<int32_t> nodes) {
-      trees_.load(nodes);
+      trees_.put(nodes);
       if (trees_.slowest() >= best_time) return;
       best_time = trees_.slowest();
       best = std::move(nodes);
@@ -91,7 +92,7 @@ class ReplicaSolver {
       if (is_good()) break;
       const std::vector<int32_t> groups = groups_of(trees_, degree);
       std::vector<int32_t> nodes = longest_first(trees_, groups);
-      const bool is_best = tries_few && place_few(trees_, groups, nodes, options);
+      const bool is_best = tries_few && place_few(trees_, groups, nodes, options.good_enough, options.num_moves);
       consider(std::move(nodes));
       if (is_flat && is_best) return best;
       if (is_flat) break;  // a bag is one group, whatever the degree
@@ -102,9 +103,9 @@ class ReplicaSolver {
     constexpr double kNear = 1.01, kFar = 1.05;
     // Half: up to 44 % slower on slow links at low effort, 2 % at default; double: 0.3 % either way.
     const int32_t num_targets = effort_.moves == Effort::kLow ? 3 : 4;
-    if (!is_good()) consider(construction.place_under_targets(Construction::FitBy::kTime, bound_, num_targets));
+    if (!is_good()) consider(construction.place_under_targets(Construction::Sharing::kToFit, bound_, num_targets));
     if (best_time > kFar * bound_)
-      consider(construction.place_under_targets(Construction::FitBy::kAlone, bound_, num_targets));
+      consider(construction.place_under_targets(Construction::Sharing::kLeast, bound_, num_targets));
     options.shares_least_first = best_time <= kNear * bound_;
     improve(trees_, best, options);
     if (trees_.enforces_limit() && trees_.slowest() > options.good_enough) {
@@ -112,13 +113,13 @@ class ReplicaSolver {
       // there. Half or twice as hot makes plans of a limit 0.2 % faster; as hot as others, it keeps fewer limits.
       best_time = trees_.slowest();
       std::vector<int32_t> spread;
-      construction.place_all(0, Construction::FitBy::kTime, spread);
+      construction.place_all(0, Construction::Sharing::kMost, spread);
       SearchOptions hot = options;
       hot.shares_least_first = true;  // and a second round that is not hot
       hot.first_temperature = 32;
       improve(trees_, spread, hot);
       if (trees_.slowest() < best_time) return spread;
-      trees_.load(best);
+      trees_.put(best);
     }
     return best;
   }

@@ -2,15 +2,14 @@
 //
 // For each replica, by itself:
 //   1. lower bound        cost/bounds.h
-//   2. construct          longest first in flat bags of each degree, or the best placement of few sequences, by branch
-//                         and bound (anneal.h); construct.h, under a few target times
+//   2. construct          longest first in flat bags of each degree, or the best placement of few sequences
+//                         (branch_and_bound.h); construct.h, under a few target times
 //   3. anneal             anneal.h, from the best of them; once more where they exceed the limit of tokens
-// Bags of several nodes are planned inside nodes, and from there whole where a bound or the limit asks for it.
 // Then, for all: equal sequences trade places so that more tokens stay at home (locality.h), and shared sequences are
 // cut into uneven chunks.
 //
-// By construction a block in flat bags never takes longer than by the greedy plan; and, with ranks of one speed and
-// groups inside nodes, one in nested bags never longer than longest first in flat bags of one of their degrees.
+// By construction a block never takes longer in flat bags than by the greedy plan; in nested ones, with ranks of one
+// speed and groups inside nodes, than longest first in flat bags of any of their degrees.
 #pragma once
 
 #include "knapformer/core/plan/micro_batch_plan.h"

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <numeric>
 #include <span>
+#include <tuple>
 #include <utility>
 
 #include "knapformer/core/cost/bounds.h"
@@ -16,12 +17,13 @@
 namespace knapformer {
 namespace {
 
+using Sharing = Construction::Sharing;
+
 /// The times up to which the ranks of each micro-batch are filled.
 struct Levels {
   std::vector<double> levels_s = {};  // by micro-batch, of one block
-  /// A sequence goes to the smallest group that then exceeds its level by at most this. If it is infinite, a sequence
-  /// is shared only if it alone takes longer than the highest level, or to keep the limit of tokens.
-  double margin_s = 0;
+  double margin_s = 0;                // by which groups may exceed them
+  Sharing sharing = Sharing::kToFit;
   double time_s = 0;  // of a step that was packed under them
 };
 
@@ -40,12 +42,10 @@ class Packer {
   }
 
   Packing pack(const Levels& levels) {
-    const bool is_alone = levels.margin_s == kInfinity;
-    const double target_s = std::ranges::max(levels.levels_s) + (is_alone ? 0 : levels.margin_s);
-    const auto fit_by = is_alone ? Construction::FitBy::kAlone : Construction::FitBy::kTime;
+    const double target_s = std::ranges::max(levels.levels_s) + levels.margin_s;
     for (size_t r = 0; r < trees_.size(); ++r) {
       trees_[r].set_levels(levels.levels_s);
-      Construction(trees_[r]).place_all(target_s / trees_[r].unit_s(), fit_by, nodes_[r]);
+      Construction(trees_[r]).place_all(target_s / trees_[r].unit_s(), levels.sharing, nodes_[r]);
     }
     return packing(levels.levels_s);
   }
@@ -142,16 +142,16 @@ class LevelSearch {
     const auto is_good = [&] { return tried_.front().time_s <= good_s; };
     for (const int32_t max_steps : {0, 1, 2, 3, count_}) {
       const std::vector<double> levels_s = stepped_levels_s(max_steps, 0);
-      for (const double margin : kMargins) try_levels(levels_s, margin);
+      for (const auto& [margin, sharing] : kTried) try_levels(levels_s, margin, sharing);
     }
     const int32_t num_heights = is_low_ ? 10 : 20;
     for (int32_t i = 0; i <= num_heights && spread_s > 0 && !is_good(); ++i) {
       for (const int32_t max_steps : {1, count_}) {
         const std::vector<double> levels_s = stepped_levels_s(max_steps, mean_s + spread_s * i / num_heights);
-        try_levels(levels_s, kMargin);
+        try_levels(levels_s, kMargin, Sharing::kToFit);
       }
     }
-    for (const double margin : kMargins) try_levels(tried_.front().levels_s, margin);
+    for (const auto& [margin, sharing] : kTried) try_levels(tried_.front().levels_s, margin, sharing);
     for (int32_t i = 0; i < (is_low_ ? 2 : 6) && !is_good(); ++i) shift_best(0.08 * mean_s / (1 << i));
     std::erase_if(tried_, [](const Levels& tried) { return tried.time_s == kInfinity; });
     return std::move(tried_);
@@ -159,7 +159,9 @@ class LevelSearch {
 
  private:
   /// In units of the mean level.
-  static constexpr double kMargin = 0.004, kMargins[] = {kMargin, 0.02, kInfinity};
+  static constexpr double kMargin = 0.004;
+  static constexpr std::pair<double, Sharing> kTried[] = {
+      {kMargin, Sharing::kToFit}, {0.02, Sharing::kToFit}, {0, Sharing::kLeast}};
 
   /// Shifts each of the first two levels up or down, and those after it the other way, where that is better.
   void shift_best(double by_s) {
@@ -169,15 +171,17 @@ class LevelSearch {
         std::vector<double> levels_s = best.levels_s;
         levels_s[k] += shift_s;
         for (int32_t j = k + 1; j < count_; ++j) levels_s[j] -= shift_s / (count_ - k - 1);
-        if (std::ranges::min(levels_s) >= 0) try_levels(std::move(levels_s), best.margin_s * count_ / sum_s_);
+        if (std::ranges::min(levels_s) >= 0)
+          try_levels(std::move(levels_s), best.margin_s * count_ / sum_s_, best.sharing);
       }
     }
   }
 
-  void try_levels(std::vector<double> levels_s, double margin) {
-    Levels levels{.levels_s = std::move(levels_s), .margin_s = margin * sum_s_ / count_};
+  void try_levels(std::vector<double> levels_s, double margin, Sharing sharing) {
+    Levels levels{.levels_s = std::move(levels_s), .margin_s = margin * sum_s_ / count_, .sharing = sharing};
     const auto is_same = [&](const Levels& tried) {
-      return tried.levels_s == levels.levels_s && tried.margin_s == levels.margin_s;
+      return std::tie(tried.levels_s, tried.margin_s, tried.sharing) ==
+             std::tie(levels.levels_s, levels.margin_s, levels.sharing);
     };
     if (std::ranges::any_of(tried_, is_same)) return;
     levels.time_s = packed_s(input_, sample_.pack(levels), enforces_limit_);
@@ -258,7 +262,7 @@ std::optional<Packing> best_packing(const StepInput& input, int32_t num_micro_ba
   // Annealing finds its way better from what shares the least. Always from there: joint's three micro-batches on the
   // default cluster are 0.1 % longer; never: mixed's three are on links alone (the goals of step_solver_test.cpp).
   constexpr double kAboutAsShort = 1.006;
-  const auto alone = std::ranges::find(tried, kInfinity, &Levels::margin_s);
+  const auto alone = std::ranges::find(tried, Sharing::kLeast, &Levels::sharing);
   Packing start = packer.pack(alone == tried.end() ? *best_levels : *alone);
   if (packed_s(input, start, enforces_limit) >= best_s * kAboutAsShort) start = packer.pack(*best_levels);
   Packing annealed = packer.anneal(start, effort);
@@ -282,7 +286,8 @@ Packing pack_by_tokens(const PlanInput& input, int32_t num_micro_batches, bool i
       .node_bytes_per_s = kInfinity, .network_bytes_per_s = kInfinity, .node_latency_s = 0, .network_latency_s = 0};
   const double limit_s = static_cast<double>(input.max_tokens_per_rank) * BlockRates(tokens).token_s * (1 + 1e-9);
   const std::vector<double> levels_s(static_cast<size_t>(num_micro_batches), limit_s);
-  return Packer(tokens, num_micro_batches, true).pack({.levels_s = levels_s, .margin_s = in_whole_bags ? -limit_s : 0});
+  const Sharing sharing = in_whole_bags ? Sharing::kMost : Sharing::kToFit;
+  return Packer(tokens, num_micro_batches, true).pack({.levels_s = levels_s, .sharing = sharing});
 }
 
 Packing pack_at_home(const StepInput& input) {

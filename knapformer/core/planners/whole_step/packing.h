@@ -10,9 +10,8 @@
 //   level 3 |########|                  then steps: each is the longest sequence that is left;
 //   level 4 |########|                  what remains of the time is divided evenly over the rest
 //
-// All add up to the lower bound of the step, and none is below what FSDP gathers meanwhile. The best of them are then
-// shifted a little. Of many ranks a sample is packed under all these levels, and all ranks under the best of them. That
-// packing is annealed (balanced/anneal.h), except at low effort.
+// All add up to the lower bound of the step, and none is below what FSDP gathers meanwhile. The best packing is
+// annealed (balanced/anneal.h), except at low effort.
 #pragma once
 
 #include <optional>

@@ -9,13 +9,9 @@
 //                         home; then each sequence in its own micro-batch
 //
 // By construction the step is predicted to take no longer than the given micro-batches (micro_batches_as_given),
-// planned by the same planner with the same limit and effort, or at low effort if there are more than 4,096 sequences.
-// They are not planned where their lower bounds prove that they are no faster (of more than 4,096 sequences: at most
-// 0.1 % faster).
-//
-// Fewer and longer micro-batches are faster and need more memory. So a step of several that is given no limit of tokens
-// gets one: half more than the fullest rank holds in the given order. Among steps that take about equally long, the one
-// with the lowest levels is taken, which hold the fewest tokens.
+// planned by the same planner with the same limit and effort; of more than 4,096 sequences, at low effort and at most
+// 0.1 % longer. Among steps that take about equally long, the one with the lowest levels is taken, which hold the
+// fewest tokens.
 #pragma once
 
 #include <string_view>

@@ -56,28 +56,9 @@ std::vector<Candidate> candidates(int32_t num_ranks, int32_t ranks_per_node, int
   return out;
 }
 
-std::string percent(double share) { return text(std::round(share * 1000) / 10, " %"); }
-
-std::string reason_for(const Candidate& candidate, double exchange, double fsdp, double ideal_s, double longest_s) {
-  const TopologyOption& option = candidate.option;
-  const double share = longest_s / candidate.bag_ranks / ideal_s;
-  if (share > 1.02) {
-    return text("the longest sequence alone is ", std::round(longest_s / ideal_s * 10) / 10,
-                " times a rank's share of the work, and at most ", candidate.bag_ranks,
-                candidate.bag_ranks == 1 ? " rank" : " ranks", " can hold it");
-  }
-  // The slowest ranks may compute less than the mean because they exchange. So much of the exchange costs nothing.
-  const double lost = std::max(0.0, option.efficiency_loss - 1 - fsdp);
-  const double to_exchange = std::min(exchange, lost);
-  return text(percent(to_exchange), " of the ideal time goes to exchanges",
-              option.exchanged_fraction == 0 ? " (nothing is shared)" : "", ", ", percent(lost - to_exchange),
-              " to waiting");
-}
-
 /// Plans all batches with the candidate's topology, and fills in what its plans are predicted to do.
 void predict(Candidate& candidate, std::span<const PlanInput> batches, std::string_view solver) {
   TopologyOption& option = candidate.option;
-  double exchange = 0, fsdp = 0, ideal_s = 0, longest_s = 0;
   const double weight = 1.0 / static_cast<double>(batches.size());
   for (const PlanInput& batch : batches) {
     PlanInput input = batch;
@@ -88,24 +69,10 @@ void predict(Candidate& candidate, std::span<const PlanInput> batches, std::stri
     option.predicted_time_s += weight * time.total_s();
     for (const Placement& place : plan.placements())
       candidate.max_degree = std::max(candidate.max_degree, place.degree);
-    option.efficiency_loss += weight * time.over_ideal();
-    if (time.ideal_step_s() > 0) {
-      exchange += weight * (time.exchange_s + time.route_s) / time.ideal_step_s();
-      fsdp += weight * time.fsdp_s / time.ideal_step_s();
-    }
-    if (plan.num_tokens() > 0) {
-      const auto num_tokens = static_cast<double>(plan.num_tokens());
-      option.exchanged_fraction += weight * plan.attention_tokens_moved() / num_tokens;
-      option.max_tokens_over_mean +=
-          weight * static_cast<double>(plan.max_tokens()) * batch.seq_lens.num_ranks() / num_tokens;
-    }
-    ideal_s = std::max(ideal_s, time.ideal_s);
-    const BlockRates rates(plan.input());
-    for (int32_t s = 0; s < plan.num_sequences(); ++s) {
-      longest_s = std::max(longest_s, plan.input().model.num_blocks * rates.work_s(plan.input(), SequenceId(s)));
-    }
+    option.over_ideal += weight * time.over_ideal();
+    if (plan.num_tokens() > 0)
+      option.exchanged_fraction += weight * plan.attention_tokens_moved() / static_cast<double>(plan.num_tokens());
   }
-  option.reason = reason_for(candidate, exchange, fsdp, ideal_s, longest_s);
 }
 
 }  // namespace
@@ -130,11 +97,9 @@ std::vector<TopologyOption> rank_topologies(std::span<const PlanInput> batches, 
   for (Candidate& candidate : ranked) {
     try {
       predict(candidate, batches, solver);
-    } catch (const TokenLimitError& error) {
-      candidate.option = {.topology = candidate.option.topology,
-                          .predicted_time_s = kInfinity,
-                          .efficiency_loss = kInfinity,
-                          .reason = error.what()};
+    } catch (const TokenLimitError&) {
+      candidate.option = {
+          .topology = candidate.option.topology, .predicted_time_s = kInfinity, .over_ideal = kInfinity};
     }
   }
   // Nested bags of several nodes whose sequences all stay inside a node are those of the nodes.

@@ -16,25 +16,18 @@ import torch.distributed as dist
 from rich.console import Group
 from torch.distributed.device_mesh import init_device_mesh
 
-from knapformer import Cluster, Sample, SequenceBalancer, StateError, TrainedModel, predict_step
+from knapformer import Cluster, Sample, SequenceBalancer, StateError, TrainedModel, predict_micro_batch
 from knapformer.adapters.named import ModelConfig, build_model, random_batch
 from knapformer.calibration import Calibration, ExchangeCost
 from knapformer.models.parallel import DTYPES
-from knapformer.models.step import PackedStep
+from knapformer.models.packed_step import PackedStep
 from knapformer.tools.calibrate.fit import MAX_EXCHANGE_ERROR, calibration_of, error_warnings, fit_exchange, fit_fixed
 from knapformer.tools.files import Progress, show, table_of, write_json
-from knapformer.tools.measure.blocks import (
-    BlockKind,
-    BlockTimes,
-    build_kinds,
-    packed_lengths,
-    sharded_model,
-    time_blocks,
-)
+from knapformer.tools.measure.blocks import BlockKind, BlockTimes, kinds_of, packed_lengths, sharded_model, time_blocks
 from knapformer.tools.measure.environment import default_dtype, device_name, environment
 from knapformer.tools.measure.timing import Work, measured_rounds
 from knapformer.tools.settings import trained_model
-from knapformer.tools.ways import Planning
+from knapformer.tools.ways import PlanCost
 
 _NUM_STEP_LENGTHS = 5
 _EXCHANGE_ROUNDS = 20
@@ -54,7 +47,7 @@ def calibrate(args: argparse.Namespace, config: ModelConfig, lengths: Sequence[i
     mask = args.mask or config.mask
     mode, num_ranks = args.mode or "training", dist.get_world_size() if dist.is_initialized() else 1
     first = num_ranks == 1 or dist.get_rank() == 0
-    kinds = build_kinds(config, device, DTYPES[dtype], mode)
+    kinds = kinds_of(config, device, DTYPES[dtype], mode)
 
     def work(kind: BlockKind, seq_lens: list[int]) -> Work:
         step = PackedStep(seq_lens, config.d_model, mask=mask)
@@ -138,8 +131,8 @@ def _with_steps(calibration: Calibration, config: ModelConfig, steps: StepTimes,
         ranks_per_node=int(os.environ["LOCAL_WORLD_SIZE"]), fixed_s=0.0
     )
     model = trained.replace(num_parameters=float(steps.num_parameters), shard_ranks=num_ranks)
-    planning = Planning(d_model=config.d_model, gamma=calibration.gamma, mask=config.mask, cluster=cluster, model=model)
-    predicted_s = [predict_step(planning.home([lens] * num_ranks)).total_s for lens in steps.seq_lens]
+    planning = PlanCost(d_model=config.d_model, gamma=calibration.gamma, mask=config.mask, cluster=cluster, model=model)
+    predicted_s = [predict_micro_batch(planning.home([lens] * num_ranks)).total_s for lens in steps.seq_lens]
     fixed = fit_fixed(predicted_s, list(map(statistics.median, steps.seconds)), num_ranks)
     warnings = error_warnings("whole steps are", fixed.relative_rms_error)
     return dataclasses.replace(calibration, fixed=fixed, warnings=(*calibration.warnings, *warnings))

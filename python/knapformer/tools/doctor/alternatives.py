@@ -17,7 +17,7 @@ from typing import Any
 from knapformer import ArgumentError, Topology, TopologyOption, attention_pairs, rank_topologies
 from knapformer._core import plan_home_bags
 from knapformer.tools.rank_lengths import Lengths, MaskedLength, lengths_of_step, micro_batches_of_step
-from knapformer.tools.ways import Draw, Step, Way, at_home, planned_whole
+from knapformer.tools.ways import DrawnSteps, OptimizerStep, Way, at_home, planned_whole
 
 _MAX_BUCKETS = 32
 # Of topologies: a larger sample changes their order by less than the predictions' error.
@@ -40,12 +40,12 @@ class Alternative:
     advice: str = ""
 
 
-def one_by_one(draw: Draw) -> Iterator[Step]:
+def one_by_one(draw: DrawnSteps) -> Iterator[OptimizerStep]:
     """Micro-batches of at most one sample a rank, as many as the rank with the most samples needs."""
     for batches in draw.batches:
         lengths = lengths_of_step(batches)
         single = micro_batches_of_step(lengths, max(1, *map(len, lengths)))
-        yield Step([draw.planning.home(batch) for batch in single])
+        yield OptimizerStep([draw.planning.home(batch) for batch in single])
 
 
 def _bucket_tops(pool: Sequence[int]) -> list[int]:
@@ -66,7 +66,7 @@ def _padded(length: int, tokens: int) -> int:
     return MaskedLength(tokens, f"density:{attention_pairs(length.mask, length) / length**2:.17f}")
 
 
-def lockstep_buckets(draw: Draw) -> Iterator[Step]:
+def lockstep_buckets(draw: DrawnSteps) -> Iterator[OptimizerStep]:
     """In each micro-batch all ranks use one bucket, drawn in proportion to its samples and padded to its longest.
 
     Where memory is limited, batches of long buckets are smaller.
@@ -93,10 +93,10 @@ def lockstep_buckets(draw: Draw) -> Iterator[Step]:
             lens = [[pool[rng.randrange(first, ends[bucket])] for _ in range(size)] for _ in range(draw.num_ranks)]
             plans.append(planning.home([[_padded(length, tops[bucket]) for length in of_rank] for of_rank in lens]))
             own += planning.home(lens).ideal_time
-        yield Step(plans, own_share=own / sum(plan.ideal_time for plan in plans))
+        yield OptimizerStep(plans, own_share=own / sum(plan.ideal_time for plan in plans))
 
 
-def time_budget(draw: Draw) -> Iterator[Step]:
+def time_budget(draw: DrawnSteps) -> Iterator[OptimizerStep]:
     """Each rank fills its micro-batch from its own stream until its predicted seconds, or its memory, are full.
 
     The budget is the mean time of batch_size samples of the pool, and at least the time of its longest sample.
@@ -119,10 +119,10 @@ def time_budget(draw: Draw) -> Iterator[Step]:
         return lens
 
     for batches in draw.batches:
-        yield Step([draw.planning.home(batch()) for _ in batches])
+        yield OptimizerStep([draw.planning.home(batch()) for _ in batches])
 
 
-def static_sharing(draw: Draw, degree: int, **cut: Any) -> Iterator[Step]:
+def static_sharing(draw: DrawnSteps, degree: int, **cut: Any) -> Iterator[OptimizerStep]:
     """Sequence parallelism of one degree for all sequences: the ranks of a group share what they have drawn.
 
     cut: fields of the TrainedModel, by which heads and queries are cut. Default: heads alone.
@@ -132,14 +132,14 @@ def static_sharing(draw: Draw, degree: int, **cut: Any) -> Iterator[Step]:
     model = draw.planning.model.replace(**({"cuts_queries": False} | cut))
     for batches in draw.batches:
         plans = (draw.planning.plan(batch, topology, solver="greedy", model=model) for batch in batches)
-        yield Step([plan_home_bags(plan) for plan in plans])
+        yield OptimizerStep([plan_home_bags(plan) for plan in plans])
 
 
-def longest_first(draw: Draw) -> Iterator[Step]:
+def longest_first(draw: DrawnSteps) -> Iterator[OptimizerStep]:
     """Assigns each micro-batch's samples, the longest first, to the rank that has the least work."""
     for batches in draw.batches:
         topology = f"g1n{draw.num_ranks}"
-        yield Step([draw.planning.plan(batch, topology, solver="greedy", routed=False) for batch in batches])
+        yield OptimizerStep([draw.planning.plan(batch, topology, solver="greedy", routed=False) for batch in batches])
 
 
 def baselines(num_ranks: int) -> list[Alternative]:
@@ -179,7 +179,7 @@ def baselines(num_ranks: int) -> list[Alternative]:
     ]  # fmt: skip
 
 
-def alternatives(draw: Draw, topologies: Sequence[str]) -> list[Alternative]:
+def alternatives(draw: DrawnSteps, topologies: Sequence[str]) -> list[Alternative]:
     """The baselines that these ranks allow, then this project's; the least change first. topologies: of the balancer
     in the model."""
     sampler = partial(planned_whole, topology=f"g1n{draw.num_ranks}", routed=False)
@@ -200,7 +200,7 @@ def alternatives(draw: Draw, topologies: Sequence[str]) -> list[Alternative]:
     return found
 
 
-def ranked(draw: Draw) -> list[TopologyOption]:
+def ranked(draw: DrawnSteps) -> list[TopologyOption]:
     """Ranks topologies for micro-batches that are planned one by one, with tokens routed in the model."""
     of, drawn = draw.planning, itertools.chain.from_iterable(draw.batches[:_MAX_STEPS])
     batches = list(itertools.islice(drawn, _MAX_BATCHES))
@@ -224,7 +224,7 @@ class Result:
     """The simulated steps of an alternative. problem: why it is not possible; then there are no steps."""
 
     alternative: Alternative
-    steps: list[Step]
+    steps: list[OptimizerStep]
     problem: str | None = None
 
     def mean(self, *names: str) -> float:
@@ -251,9 +251,9 @@ class Result:
         return int(max(step.figures["max_tokens"] for step in self.steps))
 
 
-def simulate(alternative: Alternative, draw: Draw) -> Result:
+def simulate(alternative: Alternative, draw: DrawnSteps) -> Result:
     """Simulates all steps, of which the figures are kept, and not the plans."""
-    steps: list[Step] = []
+    steps: list[OptimizerStep] = []
     try:
         for step in alternative.steps(draw):
             step.figures  # noqa: B018  computed while there are plans

@@ -5,7 +5,7 @@ from __future__ import annotations
 from knapformer.tools.doctor.alternatives import Alternative
 from knapformer.tools.model_presets import Preset
 from knapformer.tools.rank_lengths import has_masks
-from knapformer.tools.ways import Draw
+from knapformer.tools.ways import DrawnSteps
 
 _SAMPLER = """\
 sampler = knapformer.BalancedBatchSampler(lengths, batch_size={size}, micro_batches={K}, {cost}{masks})
@@ -39,7 +39,7 @@ for k in range({K}):
     predictions = transformer([samples[i] for i in plan.home_sequences(balancer.rank, k)], planned=True)"""
 
 
-def code_of(taken: Alternative, draw: Draw, preset: Preset) -> str:
+def code_of(taken: Alternative, draw: DrawnSteps, preset: Preset) -> str:
     """'' where the alternative is not this project's."""
     planning, masks = draw.planning, has_masks([draw.pool])
     diffusers = bool(preset.transformer) and not masks and planning.mask == "full"  # which adapters compute

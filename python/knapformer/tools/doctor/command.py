@@ -17,7 +17,7 @@ from knapformer.tools.draws import Source
 from knapformer.tools.files import Progress, write_json
 from knapformer.tools.lengths_files import FORMATS, MEANINGS
 from knapformer.tools.model_presets import DEFAULT_PRESET, PRESETS, Preset
-from knapformer.tools.ways import Draw, Planning
+from knapformer.tools.ways import DrawnSteps, PlanCost
 
 #: The exit status where findings are printed, but more than 5 % of the rows could not be read.
 MANY_LEFT_OUT = 3
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
         progress.describe(f"drawing samples, and comparing topologies, for {num_ranks:,} ranks")
         memory, fit = _memory(args, source, preset, planning)
         limit = min(filter(None, (fit, args.max_tokens_per_rank)), default=0)
-        draw = Draw(planning, source.batches(args.micro_batches), source.pool, args.seed, limit)
+        draw = DrawnSteps(planning, source.batches(args.micro_batches), source.pool, args.seed, limit)
         settings.warn_if_far(args, planning, [[list(source.pool)]])
         results = list[Result]()
         for alternative in alternatives(draw, sharing(ranked(draw))):
@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
     return MANY_LEFT_OUT if source.samples.many_left_out else 0
 
 
-def _memory(args: argparse.Namespace, source: Source, preset: Preset, planning: Planning) -> tuple[MemoryModel, int]:
+def _memory(args: argparse.Namespace, source: Source, preset: Preset, planning: PlanCost) -> tuple[MemoryModel, int]:
     """What a rank's memory holds, and the tokens that fit; 0 where memory is not limited."""
     model = planning.model
     memory = MemoryModel.of(model, planning.d_model, source.num_ranks, cross_attends=preset.text_beside)

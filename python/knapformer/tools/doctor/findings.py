@@ -20,7 +20,7 @@ from knapformer.tools.files import show, table_of
 from knapformer.tools.model_presets import DEFAULT_PRESET, Preset
 from knapformer.tools.rank_lengths import has_masks
 from knapformer.tools.settings import assumed, settings_dict
-from knapformer.tools.ways import Draw, heads_text
+from knapformer.tools.ways import DrawnSteps, heads_text
 
 _HEADINGS = ("step s", "speed", "hours", "wait", "GB", "GiB")
 
@@ -30,7 +30,7 @@ class Findings:
     args: argparse.Namespace
     source: Source
     preset: Preset
-    draw: Draw
+    draw: DrawnSteps
     memory: MemoryModel
     results: Sequence[Result]
     verdict: Verdict

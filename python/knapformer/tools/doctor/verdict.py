@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from knapformer.tools.doctor.alternatives import Alternative, Result, gain, simulate
-from knapformer.tools.ways import Draw
+from knapformer.tools.ways import DrawnSteps
 
 WORTH = 0.03  # a gain below this is none
 # Factors by which published figures may be off: gamma, the compute rate, and the links' bandwidth.
@@ -32,7 +32,7 @@ class Verdict:
         return self.taken is not self.now
 
 
-def decide(results: Sequence[Result], now: Result, draw: Draw, job: str) -> Verdict:
+def decide(results: Sequence[Result], now: Result, draw: DrawnSteps, job: str) -> Verdict:
     """Takes the alternative with the least change among those that are as fast as the fastest, within WORTH: the first
     where samples stay whole, else the first. One that changes which samples a step has is not taken.
 
@@ -72,7 +72,7 @@ def decide(results: Sequence[Result], now: Result, draw: Draw, job: str) -> Verd
     return Verdict(now, taken, text, speed_up, low, high)
 
 
-def _elsewhere(taken: Alternative, now: Alternative, draw: Draw) -> Iterator[float]:
+def _elsewhere(taken: Alternative, now: Alternative, draw: DrawnSteps) -> Iterator[float]:
     """How many times as fast taken is as now for other gammas and clusters, where both are possible."""
     of = draw.planning
     for setting, factors in _UNSURE.items():

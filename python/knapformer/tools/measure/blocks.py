@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from knapformer.adapters.drawn import Draw
 from knapformer.adapters.named import ModelConfig, PackedModel, build_model, materialize
 from knapformer.models.parallel import init_weights, set_checkpointing, shard_model, train_adapters
-from knapformer.models.step import PackedStep
+from knapformer.models.packed_step import PackedStep
 from knapformer.tools.measure.timing import Work, measured_rounds, relative_spread
 
 # Several short sequences are packed and measured together, as they run in training.
@@ -77,9 +77,7 @@ def passes(block: Callable[..., Any], inputs: tuple[Any, ...], checkpointing: bo
     return run
 
 
-def build_kinds(
-    config: ModelConfig, device: torch.device, dtype: torch.dtype, mode: str = "training"
-) -> list[BlockKind]:
+def kinds_of(config: ModelConfig, device: torch.device, dtype: torch.dtype, mode: str = "training") -> list[BlockKind]:
     """mode: "training", or "lora", adapters on a frozen base."""
     kinds = []
     for name, count in config.block_counts.items():

@@ -20,8 +20,8 @@ from knapformer.tools.ways import (
     NO_BALANCER,
     PEAK_TFLOPS,
     PLANNED_STEP,
-    Draw,
-    Step,
+    DrawnSteps,
+    OptimizerStep,
     heads_text,
     means,
     planned_whole,
@@ -80,7 +80,9 @@ def run(args: argparse.Namespace) -> None:
     model = None if preset is None else preset.trained_model().replace(routed=True)
     planning = settings.planning(args, model=model, d_model=args.d_model or (preset.d_model if preset else _D_MODEL))
     limit, count = args.max_tokens_per_rank, args.micro_batches or 1
-    draws = [Draw(planning, Source(args, ranks).batches(count), max_tokens_per_rank=limit) for ranks in args.ranks]
+    draws = [
+        DrawnSteps(planning, Source(args, ranks).batches(count), max_tokens_per_rank=limit) for ranks in args.ranks
+    ]
     for draw in draws:
         for topology in args.topology:
             if topology != "auto":
@@ -92,7 +94,7 @@ def run(args: argparse.Namespace) -> None:
     # A calibrated device has no name here, so its peak is unknown.
     named = None if args.calibration is not None else PEAK_TFLOPS.get(args.cluster or Cluster.names()[0])
     peak_tflops = args.peak_tflops or named
-    made, points = list[Step](), list[Point]()
+    made, points = list[OptimizerStep](), list[Point]()
     for draw in draws:
         topologies = dict.fromkeys(_topology(draw, asked) for asked in args.topology)
         ways = usual_ways(draw, topologies, args.micro_batches is not None)
@@ -142,14 +144,14 @@ def topology_for(text: str, num_ranks: int) -> str:
     return f"{text[:-1]}{num_ranks // num_ranks_per_bag}"
 
 
-def _topology(draw: Draw, asked: str) -> str:
+def _topology(draw: DrawnSteps, asked: str) -> str:
     """'auto' is the best of the first step."""
     if asked != "auto":
         return topology_for(asked, draw.num_ranks)
     return str(next(planned_whole(draw, asked)).plans[0].topology)
 
 
-def _point(steps: Sequence[Step], name: str, peak_tflops: float | None) -> Point:
+def _point(steps: Sequence[OptimizerStep], name: str, peak_tflops: float | None) -> Point:
     """plan_s: median wall time of the planner on this machine."""
     plan_s, topology = statistics.median(step.plan_s for step in steps), "none" if name == NO_BALANCER else name
     named = {"num_ranks": steps[0].plans[0].num_ranks, "topology": topology, "plan_s": plan_s}

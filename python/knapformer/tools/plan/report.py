@@ -8,7 +8,7 @@ import math
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from knapformer import Plan, plan_home, predict_step
+from knapformer import Plan, plan_home, predict_micro_batch
 from knapformer.tools.files import write
 
 _MAX_RANKS = 128  # of more no bars are drawn
@@ -40,7 +40,7 @@ def write_report(path: str, plan: Plan, *said: str) -> None:
         lines.append(f"Drawn: the first {_MAX_RANKS} ranks.")
     lines.append(
         f"Highest over lowest work of a rank: {plan.wir_before:.2f} → {plan.wir_after:.2f}. Predicted seconds: "
-        f"{predict_step(plan_home(plan)).total_s:.3g} → {plan.predicted_time:.3g}. Tokens of the fullest rank: "
+        f"{predict_micro_batch(plan_home(plan)).total_s:.3g} → {plan.predicted_time:.3g}. Tokens of the fullest rank: "
         f"{max(plan.tokens_before):,} → {max(plan.tokens_after):,}."
     )
     text = "".join(f"<p>{html.escape(line)}</p>" for line in lines)

@@ -17,7 +17,7 @@ from knapformer.tools.cli_args import DRAW, add
 from knapformer.tools.draws import Source
 from knapformer.tools.files import Progress, cells_of, show, table_of, write_json
 from knapformer.tools.launch import use_device
-from knapformer.tools.ways import NO_BALANCER, Draw, Planning, Step, usual_ways
+from knapformer.tools.ways import NO_BALANCER, DrawnSteps, OptimizerStep, PlanCost, usual_ways
 
 if TYPE_CHECKING:
     from knapformer.adapters.named import ModelConfig
@@ -127,12 +127,12 @@ def run(args: argparse.Namespace) -> None:
     )
 
 
-def _ways(args: argparse.Namespace, config: ModelConfig, planning: Planning) -> dict[str, list[Step]]:
+def _ways(args: argparse.Namespace, config: ModelConfig, planning: PlanCost) -> dict[str, list[OptimizerStep]]:
     """The ways to replay; the first leaves every sequence at home. Raises ArgumentError, OSError."""
     if args.topology is None:
         raise ArgumentError("--topology: got none, expected bags of ranks such as g8n4")
     batches = Source(args, args.ranks).batches(args.micro_batches or 1, config.planned_tokens)
-    draw = Draw(planning, batches, max_tokens_per_rank=args.max_tokens_per_rank)
+    draw = DrawnSteps(planning, batches, max_tokens_per_rank=args.max_tokens_per_rank)
     topologies = dict.fromkeys(str(Topology(text, draw.num_ranks)) for text in args.topology)
     ways = usual_ways(draw, topologies, args.micro_batches is not None)
     if not all(plan.num_tokens for step in ways[NO_BALANCER] for plan in step.plans):

@@ -17,15 +17,15 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from knapformer import Cluster, Plan, StepTime, TrainedModel, predict_step
+from knapformer import Cluster, MicroBatchTime, Plan, TrainedModel, predict_micro_batch
 from knapformer._core import head_shares
 from knapformer._torch import MaskTables
 from knapformer.adapters.named import ModelConfig
 from knapformer.attention.kernels import kernel_for
-from knapformer.models.step import Attend, PackedStep
-from knapformer.tools.measure.blocks import build_kinds, passes
+from knapformer.models.packed_step import Attend, PackedStep
+from knapformer.tools.measure.blocks import kinds_of, passes
 from knapformer.tools.measure.timing import Work, measured_rounds
-from knapformer.tools.ways import Step, means, measured, number_or_none
+from knapformer.tools.ways import OptimizerStep, means, measured, number_or_none
 
 # Standard deviation over mean of the ranks' planned work, below which no correlation is computed.
 _MIN_SPREAD_OF_WORK = 0.01
@@ -110,7 +110,7 @@ class Variant:
     """One way to place the sequences, and what was measured of it: for each step, each of its micro-batches."""
 
     name: str | None  # None: every sequence at home
-    steps: Sequence[Step]
+    steps: Sequence[OptimizerStep]
     measured: Sequence[Sequence[Sequence[RankSeconds]]]  # of each rank
 
     def figures(self, cluster: Cluster, model: TrainedModel, peak_tflops: float | None) -> dict[str, Any]:
@@ -120,11 +120,11 @@ class Variant:
         # The model wants seconds of one block's forward pass.
         layers, attention = model.num_blocks * model.token_passes, model.num_blocks * model.attention_passes
 
-        def time_of(plan: Plan, ranks: Sequence[RankSeconds]) -> StepTime:
+        def time_of(plan: Plan, ranks: Sequence[RankSeconds]) -> MicroBatchTime:
             of_block = [
                 (r.token_s / layers, r.whole_attention_s / attention, r.shared_attention_s / attention) for r in ranks
             ]
-            return predict_step(plan, cluster, model.replace(routed=plan.model.routed), of_block)
+            return predict_micro_batch(plan, cluster, model.replace(routed=plan.model.routed), of_block)
 
         steps = [
             replace(step, times=list(map(time_of, step.plans, of_plans)))
@@ -139,7 +139,7 @@ class Variant:
         of_steps = [step.figures["total_s"] for step in steps]
         return {
             **measured(self.name, steps, of_steps, model, peak_tflops),
-            **{term: mean[term] for term in (*StepTime.labels(), "compute_s", "fsdp_bytes")},
+            **{term: mean[term] for term in (*MicroBatchTime.labels(), "compute_s", "fsdp_bytes")},
             "slowest_rank_s": math.fsum(max(of) for of in seconds) / len(steps),
             "measured_wir": number_or_none(statistics.fmean(_max_over_min(of) for of in busy_seconds)),
             "exchanged_bytes": mean["route_bytes"] + mean["attention_bytes"],
@@ -207,7 +207,7 @@ class Replayer:
         self, config: ModelConfig, device: torch.device, dtype: torch.dtype, checkpointing: bool, mode: str = "training"
     ) -> None:
         self._config, self._device, self._dtype, self._checkpointing = config, device, dtype, checkpointing
-        self._kinds = build_kinds(config, device, dtype, mode)
+        self._kinds = kinds_of(config, device, dtype, mode)
 
     @property
     def num_parameters(self) -> int:

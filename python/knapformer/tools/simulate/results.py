@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from knapformer import TrainedModel, predict_step
+from knapformer import TrainedModel, predict_micro_batch
 from knapformer.tools.files import cells_of, show, table_of, write_json
 from knapformer.tools.simulate.variants import Simulation
-from knapformer.tools.ways import NO_BALANCER, Step, measured
+from knapformer.tools.ways import NO_BALANCER, OptimizerStep, measured
 
 
 class Measured(NamedTuple):
@@ -31,18 +31,18 @@ class Variant:
     """One way to run the steps, and what was measured of it, an entry for each timed step."""
 
     name: str
-    steps: list[Step] = field(default_factory=list)  # without a balancer, all at home
+    steps: list[OptimizerStep] = field(default_factory=list)  # without a balancer, all at home
     measured: list[Measured] = field(default_factory=list)
     same_samples: bool = True  # whether it computes the samples that were drawn
 
 
-def _highest_work(step: Step) -> float:
+def _highest_work(step: OptimizerStep) -> float:
     """The sum over micro-batches of one block's FLOPs on the most loaded rank. The step's time follows this sum, since
     ranks wait for each other in every micro-batch."""
     return math.fsum(max(plan.workload_after) for plan in step.plans)
 
 
-def _own_work(step: Step) -> float:
+def _own_work(step: OptimizerStep) -> float:
     """FLOPs of one block on the step's samples, without padding."""
     return step.own_share * math.fsum(work for plan in step.plans for work in plan.workload_after)
 
@@ -51,7 +51,7 @@ def figures(variant: Variant, baseline: Variant, model: TrainedModel, peak_tflop
     """A variant's figures, ready for JSON. A variant with other samples does more or less work in a step: its gains are
     scaled by the ratio of work."""
 
-    def ratio(work: Callable[[Step], float]) -> float:
+    def ratio(work: Callable[[OptimizerStep], float]) -> float:
         return math.fsum(map(work, baseline.steps)) / math.fsum(map(work, variant.steps))
 
     work = 1.0 if variant.same_samples else 1 / ratio(_own_work)
@@ -110,7 +110,8 @@ def report(
         if args.calibration is not None or args.cluster is not None:  # the cluster is this machine's
             cluster = planning.cluster.replace(host_s_per_piece=0.0)  # no pieces are copied one by one here
             of["predicted_s"] = statistics.fmean(
-                math.fsum(predict_step(plan, cluster, model).total_s for plan in step.plans) for step in variant.steps
+                math.fsum(predict_micro_batch(plan, cluster, model).total_s for plan in step.plans)
+                for step in variant.steps
             )
         for name in ("loss_difference", "gradient_difference"):
             if of.get(name, 0.0) > limit:

@@ -17,7 +17,15 @@ from knapformer import ArgumentError, DataMix, Plan, Sample
 from knapformer.adapters.named import ModelConfig
 from knapformer.tools.doctor.alternatives import Alternative, baselines
 from knapformer.tools.rank_lengths import Lengths
-from knapformer.tools.ways import NO_BALANCER, PLANNED_STEP, Draw, Planning, Step, by_micro_batch, planned_whole
+from knapformer.tools.ways import (
+    NO_BALANCER,
+    PLANNED_STEP,
+    DrawnSteps,
+    OptimizerStep,
+    PlanCost,
+    by_micro_batch,
+    planned_whole,
+)
 
 
 @dataclass(frozen=True)
@@ -52,7 +60,7 @@ class VariantStep:
     """
 
     data: StepData
-    step: Step
+    step: OptimizerStep
     followed: bool = False
     same_samples: bool = True
 
@@ -64,7 +72,7 @@ class Simulation:
 
     args: argparse.Namespace
     model: ModelConfig
-    planning: Planning
+    planning: PlanCost
     num_ranks: int
     mix: DataMix | None
     lengths: Sequence[int]
@@ -118,12 +126,12 @@ class Simulation:
         drawn = [self.draw(step) for step in range(args.warmup + args.steps)]
         batches = list(map(batches_of, drawn))
         pool = self.lengths or [n for step in batches for batch in step for lens in batch for n in lens]
-        draw = Draw(self.planning, batches, pool, args.seed, args.max_tokens_per_rank)
+        draw = DrawnSteps(self.planning, batches, pool, args.seed, args.max_tokens_per_rank)
 
         def alone(data: StepData, own_share: float = 1.0, same_samples: bool = True) -> VariantStep:
             """Without a balancer."""
             plans = list(map(self.planning.home, batches_of(data)))
-            return VariantStep(data, Step(plans, own_share), same_samples=same_samples)
+            return VariantStep(data, OptimizerStep(plans, own_share), same_samples=same_samples)
 
         def of_other(alternative: Alternative) -> Iterator[VariantStep]:
             for number, step in zip(range(len(drawn)), alternative.steps(draw), strict=False):
