@@ -205,7 +205,7 @@ def drawn_mask(draw: random.Random, kind: str) -> tuple[str, int]:
 
 @pytest.mark.parametrize("kind", ["full", "causal", "block_causal", "window", "unified", "forcing", "mixed"])
 def test_planned_work_is_that_of_flex_attentions_blocks(kind: str) -> None:
-    """With whole blocks of 128 x 128, ranks have their planned work times one factor, to within 0.5 %."""
+    """With whole blocks of 128 x 128, ranks have their planned work times one factor, to within 0.3 %."""
     draw, d_model, ratios = random.Random(0), 3072, []
     workload = WorkloadModel()
     for _ in range(60):
@@ -218,7 +218,7 @@ def test_planned_work_is_that_of_flex_attentions_blocks(kind: str) -> None:
         ratios.append((of_tokens + workload.gamma * 4 * d_model * num_blocks * 128**2) / planned)
     median = statistics.median(ratios)
     assert 1 < median < 1.01
-    assert 0.995 * median < min(ratios) <= max(ratios) < 1.005 * median
+    assert 0.997 * median < min(ratios) <= max(ratios) < 1.003 * median
 
 
 def test_no_long_sequence_has_all_its_scores_kept() -> None:
