@@ -85,7 +85,7 @@ void bind_planning(BalancerClass& balancer) {
       .def("step", converting<SequenceBalancer>(
                        &SequenceBalancer::step, plan_from,
                        [](const py::object& index) { return integer_from<int32_t>(index, "micro_batch"); }))
-      .def("follow",
+      .def("use",
            [](SequenceBalancer& self, const Step& step) {
              self.follow(step);
              return step.step_plan();

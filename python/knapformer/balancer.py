@@ -175,7 +175,7 @@ class SequenceBalancer(_torch.SequenceBalancer):
     def follow(self, plan: Plan | Step, micro_batch: SupportsIndex = 0) -> Plan:
         """Puts a step in force, for the calls after this one: that of a plan, as `step` gives it, or a step that was
         held. Returns the plan of that micro-batch."""
-        return super().follow(plan if isinstance(plan, Step) else self.step(plan, micro_batch))
+        return super().use(plan if isinstance(plan, Step) else self.step(plan, micro_batch))
 
     def route(
         self, x: Tensor, features: Sequence[Tensor] | None = None, sequence_features: Sequence[Tensor] | None = None

@@ -13,7 +13,7 @@ IN_ORDER = {
     TORCH + "comm/group.cpp": '#include <torch/library.h>\n#include "knapformer/core/plan/plan.h"\n',
     PACKAGE + "__init__.py": "from knapformer.models.packed_step import step\n",
     PACKAGE + "__main__.py": "from knapformer.tools.cli import main\n",
-    PACKAGE + "models/step.py": "from knapformer import Plan, _core\n",
+    PACKAGE + "models/packed_step.py": "from knapformer import Plan, _core\n",
     PACKAGE + "tools/cli.py": "from knapformer.tools import plan\n",
     PACKAGE + "tools/plan.py": "from knapformer.tools.measure.steps import step\n",
     PACKAGE + "tools/measure/steps.py": "from knapformer.tools.cli_args import counts\n",

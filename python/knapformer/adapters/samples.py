@@ -96,7 +96,8 @@ class Samples:
         sample without a mask keeps all. Masks are counted on the CPU: those that come on a device cost a wait.
 
         beside: the tokens behind these that the mask covers, too, and has to keep. boolean: takes bools alone, as the
-        model adds numbers to its scores, which hides nothing. leading: the model takes the first tokens, whichever are kept.
+        model adds numbers to its scores, which hides nothing. leading: the model takes the first tokens, whichever are
+        kept.
         """
         masks = self.values(name)
         if all(mask is None for mask in masks):

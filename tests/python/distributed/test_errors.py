@@ -296,7 +296,7 @@ def _balancers_in_turn(rank: int, world_size: int) -> tuple[str, str, float]:
 def test_balancers_of_a_group_in_another_order_are_an_error_on_all_ranks() -> None:
     for rank, (kind, words, seconds) in enumerate(run_ranks(_balancers_in_turn, 2)):
         assert kind == "StateError" and seconds < SOON_S
-        assert f"plan_routing: got of rank {1 - rank} lengths of balancer {2 - rank} " in words
+        assert f"plan_routing: got of rank {1 - rank} lengths of balancer {2 - rank}, " in words
 
 
 def _of_every_field(argument: str, of: Cluster | TrainedModel) -> dict[str, tuple[dict[str, Any], str]]:

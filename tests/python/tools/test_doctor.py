@@ -18,7 +18,7 @@ from knapformer.tools.draws import Source
 from knapformer.tools.model_presets import PRESETS
 from knapformer.tools.rank_lengths import micro_batches_of_step
 from knapformer.tools.settings import settings_dict
-from knapformer.tools.ways import DrawnSteps, PlanCost, OptimizerStep
+from knapformer.tools.ways import DrawnSteps, OptimizerStep, PlanCost
 
 import knapformer as kf
 from knapformer import Cluster, TrainedModel
@@ -203,7 +203,7 @@ def test_what_does_not_fit_is_not_advised(capsys):
     assert by_key(tight)[tight["take"]]["max_gib"] <= limit
 
 
-def test_topologies_are_ranked_with_reasons():
+def test_topologies_are_ranked_as_by_the_function():
     sample = [kf.DataMix.parse("joint").draw_lengths(0, step, 32) for step in range(2)]
     # FLUX's 24 heads; no fixed time of the published cluster.
     asked = {"max_tokens_per_rank": 20000, "cluster": Cluster("h100", fixed_s=0)}
@@ -215,10 +215,9 @@ def test_topologies_are_ranked_with_reasons():
     times = [option.predicted_time for option in ranking]
     assert times[-1] == math.inf  # one rank cannot hold the longest sequence; 0.1 % is a tie
     assert all(better <= worse * 1.001 for better, worse in itertools.pairwise(times[:-1]))
-    assert "20000" in ranking[-1].reason
     assert ranking[-1].topology == "g1n32"
     (g16,) = (option for option in ranking if option.topology == "g16n2")
-    assert g16.efficiency_loss > 0.3  # of 24 heads some ranks have two
+    assert g16.over_ideal > 1.3  # of 24 heads some ranks have two
     best = kf.plan(sample[0], ranking[0].topology, d_model=3072).predicted_time
     flat = min(
         kf.plan(sample[0], t, d_model=3072, solver="greedy").predicted_time for t in ("g1n32", "g2n16", "g4n8", "g8n4")

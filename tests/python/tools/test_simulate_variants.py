@@ -14,7 +14,7 @@ from knapformer.tools.settings import trained_model
 from knapformer.tools.simulate.results import Measured, Variant, figures, sentences
 from knapformer.tools.simulate.variants import Simulation, StepData, VariantStep, batches_of
 from knapformer.tools.simulate.worker import balancer_of
-from knapformer.tools.ways import NO_BALANCER, PLANNED_STEP, PlanCost, OptimizerStep
+from knapformer.tools.ways import NO_BALANCER, PLANNED_STEP, OptimizerStep, PlanCost
 
 from knapformer import ArgumentError, Cluster, DataMix, TrainedModel, WorkloadModel, plan, plan_home
 
@@ -57,7 +57,9 @@ def test_figures_by_hand() -> None:
 def test_ranks_wait_in_every_micro_batch() -> None:
     """A step of the two: each micro-batch counts with its slowest rank."""
     baseline, balanced = (
-        dataclasses.replace(of, steps=[OptimizerStep([step.plans[0] for step in of.steps])], measured=[Measured(s, 1.0, 1.0)])
+        dataclasses.replace(
+            of, steps=[OptimizerStep([step.plans[0] for step in of.steps])], measured=[Measured(s, 1.0, 1.0)]
+        )
         for of, s in zip(variants(), (6.0, 4.0), strict=True)
     )
     got = figures(balanced, baseline, MODEL, peak_tflops=None)

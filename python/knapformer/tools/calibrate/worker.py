@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from knapformer import Cluster, Sample, SequenceBalancer, StateError, TrainedModel, predict_micro_batch
 from knapformer.adapters.named import ModelConfig, build_model, random_batch
 from knapformer.calibration import Calibration, ExchangeCost
-from knapformer.models.parallel import DTYPES
 from knapformer.models.packed_step import PackedStep
+from knapformer.models.parallel import DTYPES
 from knapformer.tools.calibrate.fit import MAX_EXCHANGE_ERROR, calibration_of, error_warnings, fit_exchange, fit_fixed
 from knapformer.tools.files import Progress, show, table_of, write_json
 from knapformer.tools.measure.blocks import BlockKind, BlockTimes, kinds_of, packed_lengths, sharded_model, time_blocks
