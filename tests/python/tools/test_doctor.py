@@ -217,7 +217,7 @@ def test_topologies_are_ranked_as_by_the_function():
     assert all(better <= worse * 1.001 for better, worse in itertools.pairwise(times[:-1]))
     assert ranking[-1].topology == "g1n32"
     (g16,) = (option for option in ranking if option.topology == "g16n2")
-    assert g16.over_ideal > 1.3  # of 24 heads some ranks have two
+    assert g16.over_ideal > 1.2  # of 24 heads some ranks have two
     best = kf.plan(sample[0], ranking[0].topology, d_model=3072).predicted_time
     flat = min(
         kf.plan(sample[0], t, d_model=3072, solver="greedy").predicted_time for t in ("g1n32", "g2n16", "g4n8", "g8n4")
