@@ -141,7 +141,6 @@ void bind_planner(py::module_& m) {
            "Seconds of a step; mean over the batches. Infinite where the limit of tokens is not kept.",
            &TopologyOption::predicted_time_s);
   property("over_ideal", "Predicted time over ideal time; mean over the batches.", &TopologyOption::over_ideal);
-  property("exchanged_fraction", "As Plan.exchanged_fraction, over all batches.", &TopologyOption::exchanged_fraction);
   option.def("__repr__", [](const TopologyOption& o) {
     return text("TopologyOption('", o.topology, "', predicted_time=", o.predicted_time_s, ", over_ideal=", o.over_ideal,
                 ")");

@@ -237,7 +237,7 @@ const Step& SequenceBalancer::current() const {
     throw StateError(
         "follow: has not been called, expected after several micro-batches are planned, before anything moves");
   }
-  throw StateError("plan_routing: has made no plan, expected one before anything moves");
+  throw StateError("plan_routing: has made no plan, and follow was given none, expected one before anything moves");
 }
 
 const Step& SequenceBalancer::current_for(std::string_view call) {

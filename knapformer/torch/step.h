@@ -10,10 +10,6 @@
 // ranks of a bag call attention, pre_attn and post_attn. Gradients flow through all of them, so the backward pass is
 // collective too. An error on one rank becomes an error on all, which then need a new balancer. So do steps that
 // differ: ranks compare their numbers.
-//
-// Tensors that methods return may share memory with those that they were given: where nothing moves (route on one rank
-// alone, attention in a bag of one) they are views. Code that writes into them in place is wrong on any number of
-// ranks.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -136,7 +136,6 @@ class Plan:
 class TopologyOption:
     topology: Final[str]
     predicted_time: Final[float]
-    exchanged_fraction: Final[float]
     over_ideal: Final[float]
 
 class Traffic:

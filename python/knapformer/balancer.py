@@ -20,7 +20,7 @@ import knapformer._torch as _torch
 from knapformer._core import Plan
 from knapformer._torch import PlanningAhead, Samples
 from knapformer.cost import Cost, CostSettings
-from knapformer.groups import bag_group, cpu_group
+from knapformer.groups import bag_group, check_initialized, cpu_group
 from knapformer.node_topology import node_topology
 from knapformer.step import Attend, Step
 
@@ -74,8 +74,9 @@ class SequenceBalancer(_torch.SequenceBalancer):
         max_tokens_per_rank: int = 0,
         **settings: Unpack[CostSettings],
     ) -> None:
-        if group is None and dist.is_initialized():
-            group = dist.group.WORLD
+        if group is None:
+            check_initialized("group")
+            group = dist.group.WORLD if dist.is_initialized() else None
         _release_groups_at_exit(os.getpid())
         self.cost = Cost.of(cost, settings)
         super().__init__(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import cast
 
@@ -11,7 +12,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d as c10d
 
 import knapformer._torch as _torch
-from knapformer._core import StateError
+from knapformer._core import ArgumentError, StateError
 
 
 def bag_group(parent: dist.ProcessGroup | None, ranks: Sequence[int]) -> dist.ProcessGroup:
@@ -42,6 +43,13 @@ def accelerator_backends(group: dist.ProcessGroup) -> dict[str, str]:
     backends = c10d.BackendConfig(dist.Backend(dist.get_backend_config(group))).get_device_backend_map()
     of_hosts = backends.pop("cpu", None)
     return {device: str(name) for device, name in backends.items() if name != of_hosts}
+
+
+def check_initialized(name: str, remedy: str = "") -> None:
+    """Raises ArgumentError in a job of several ranks without a process group, where this rank would work alone."""
+    if not dist.is_initialized() and (started := os.environ.get("WORLD_SIZE", "1")) != "1":
+        got = f"got none, and no process group, in a job of WORLD_SIZE={started}"
+        raise ArgumentError(f"{name}: {got}; expected {remedy}init_process_group before")
 
 
 def cpu_group(parent: dist.ProcessGroup | None) -> dist.ProcessGroup:

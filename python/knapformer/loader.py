@@ -172,7 +172,9 @@ class _Source:
             if self.position.ended or self.error is not None:
                 return []
             if self._batches is None:  # here: an error of opening counts as one of the first batch
-                self._batches = islice(self._loader, 0 if self._snapshot else self._num_batches, None)
+                self._batches, used = iter(self._loader), 0 if self._snapshot else self._num_batches
+                if (found := sum(1 for _ in islice(self._batches, used))) < used:
+                    raise StateError(f"load_state_dict: got a position after {used} batches, but loader has {found}")
             state = self._snapshot() if self._snapshot else None
             self.position = _Position(self._num_batches, state=state)
             batches = list(islice(self._batches, most))
@@ -190,9 +192,6 @@ class BalancedLoader(_Loader[Batch]):
         for batch, plan in loader:                    # balancer holds the plan of this batch
             loss = step(model(batch, balancer, planned=True))
 
-        step n     | finish plan n | fetch n+1, start its gather | compute n ...........................|
-        a thread                                                 | wait for lengths n+1, plan n+1 |
-
     loader: a DataLoader, or any iterable of packed batches; each pass over the BalancedLoader is one pass over it.
     balancer: makes the plans, by a cost with d_model; its ranks are those that step together. All of them iterate, and
         all make the same calls on `balancer`.
@@ -206,10 +205,7 @@ class BalancedLoader(_Loader[Batch]):
     it, the others raise StateError. The balancer cannot be used after it. A batch that the balancer's
     max_tokens_per_rank refuses also ends the pass, by ArgumentError on all ranks, but the balancer stays usable.
 
-    A step takes one gather, of lengths, as plan_routing does. The gather starts when the step begins, on every rank at
-    the same point between the balancer's other collectives. The rest of planning runs in a C++ thread.
-
-    The batch ahead is fetched by the thread that trains: let a DataLoader's workers prepare it.
+    A step takes one gather, of lengths. The thread that trains fetches the batch ahead: let workers prepare it.
     """
 
     def __init__(
@@ -255,8 +251,6 @@ class BalancedStepLoader(_Loader[list[dict[str, Tensor]]]):
         loader = BalancedStepLoader(samples, balancer, 4, per_token=["latents", "target"], per_sample=["text"])
         for i, (samples, plan) in enumerate(loader):    # a micro-batch; balancer holds its plan
             loss = token_mean(per_token_loss(model, samples), total=loader.step_plan.num_tokens)
-
-        before step n | wait for samples n | plan n+1 is there: send its samples | draw n+2, start its gather |
 
     The samples of a list lie in the order of `loader.chunks`. Nothing is routed in the model; only attention exchanges,
     for shared samples. A pass lasts until all ranks have run out: a rank that has run out before computes samples of
@@ -355,7 +349,8 @@ class BalancedStepLoader(_Loader[list[dict[str, Tensor]]]):
 def _tensors_of(sample: Any, names: Sequence[str]) -> list[Tensor]:
     if not isinstance(sample, dict) or sample.keys() != set(names):
         came = ", ".join(map(str, sample)) if isinstance(sample, dict) else type(sample).__name__
-        raise ArgumentError(f"sample: got {came}; expected a dict of {', '.join(names)}")
+        expected = f"a dict of {', '.join(names)} (a batch is a list of them: collate_fn=list)"
+        raise ArgumentError(f"sample: got {came}; expected {expected}")
     for name in names:
         if not isinstance(sample[name], Tensor):
             raise ArgumentError(f"sample['{name}']: got {type(sample[name]).__name__}, expected a tensor")

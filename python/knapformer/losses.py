@@ -1,7 +1,7 @@
 """Losses over sequences of unequal length on all ranks, weighted as one process with all the data would weigh them.
 
-The mean of the ranks' means is not the mean over all data: a token would weigh more on a rank with few tokens. Here
-every rank divides its own sum by the count over all ranks. The returned loss is scaled so that, after the gradient
+In the mean of the ranks' means a token would weigh more on a rank with few tokens. Here every rank divides its own sum
+by the count over all ranks. The returned loss is scaled so that, after the gradient
 reduction of DDP or FSDP (a mean over ranks by default), the gradient is that of the mean over all data. Where gradients
 are added up over ranks instead, divide it by their number.
 
@@ -137,7 +137,7 @@ def _share_of_mean(
 ) -> Tensor:
     if total is not None:
         if (total := integer("total", total, 0)) < local_count:
-            raise ArgumentError(f"total: got {total}, expected at least the {local_count} of this rank")
+            raise ArgumentError(f"total: got {total}, expected that of the step, at least this rank's {local_count}")
         return local_sum * (factor / max(total, 1))
     # Where the group has no CPU backend, the count stays on the device: the host does not wait for it.
     count = _sum_over_ranks(local_count, group).clamp(min=1)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import os
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -23,6 +22,7 @@ from knapformer._core import MAX_MAGNITUDE, MAX_SEQUENCE_TOKENS, ArgumentError, 
 from knapformer.cost import Cost, CostSettings
 from knapformer.epoch_steps import EpochOrder, EpochSteps
 from knapformer.equal_on_ranks import check_equal_on_ranks
+from knapformer.groups import check_initialized
 from knapformer.planning import attention_pairs
 from knapformer.sample_sources import gives_shared_samples
 from knapformer.sample_values import checked_integers, checked_masks, checked_numbers, described, extremes, integer
@@ -31,6 +31,7 @@ from knapformer.trainers import check_iterated, keep_lists
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+Batch = TypeVar("Batch")
 _MAX_SEED = 2**62  # of an epoch, too: torch takes their sum as a seed
 _MAX_REPEATS = 2**31 - 1  # their sum over all samples is an int64
 _LISTS_AHEAD = 64  # that a DataLoader may have fetched ahead of the trainer: two each of 32 workers
@@ -59,8 +60,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         loader = DataLoader(dataset, batch_sampler=sampler)
         for epoch in range(num_epochs):
             sampler.set_epoch(epoch)
-            for i, batch in enumerate(loader):
-                step, micro_batch = divmod(i, 4)
+            for step, micro_batch, batch in sampler.steps(loader):
                 token_mean(model(batch), total=sampler.num_tokens(step)).backward()
                 if micro_batch == 3:
                     optimizer.step()
@@ -73,13 +73,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
     In a process group, all ranks begin each pass, which compares their samplers through the default group's store.
     Where num_replicas and rank are given, nothing is compared; `digest` is there for that.
 
-    Where `topology` has bags of several ranks, a long sample may be shared: all ranks of its group get its index, and
-    each computes its own tokens of it. A balancer of that topology follows the plan, and attention exchanges; no token
-    is routed, before the model or after it:
-
-        balancer.follow(sampler.plan(step, micro_batch))
-        chunks = sampler.chunks(step, micro_batch)     # (index, begin, end), in the order of the list
-        x = torch.cat([sample[begin:end] for sample, (_, begin, end) in zip(batch, chunks)])
+    Where `topology` has bags of several ranks, long samples are shared: all ranks of a group get the index, each
+    computes its `chunks`, and a balancer of that topology follows `plan` (docs/training.md). No token is routed.
 
     lengths: tokens of every sample, text and visual, each at least 1: a list, a tensor or an array of any integers. For
         trainers that stack or pad, as many as its place in the stack has.
@@ -239,6 +234,12 @@ class BalancedBatchSampler(Sampler[list[int]]):
         """Itself: accelerate and Lightning call `set_epoch` of a batch sampler's `sampler`."""
         return self
 
+    def steps(self, loader: Iterable[Batch]) -> Iterator[tuple[int, int, Batch]]:
+        """A pass over `loader`, which has this sampler: step, micro-batch, batch. Steps count from 0 in each pass, as
+        methods here take them, also after load_state_dict."""
+        for i, batch in enumerate(loader):
+            yield *divmod(i, self._steps.micro_batches), batch
+
     def num_samples(self, step: int) -> int:
         """The samples of all ranks in an optimizer step of this pass."""
         return len(self._samples(self._pass, self._asked(step)))
@@ -348,6 +349,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
         step = integer("step", step, 0, self._steps.num_steps(self._pass.first) - 1)
         if step * self._steps.micro_batches < self._pass.num_lists:
             self._pass.num_seen = max(self._pass.num_seen, step + 1)
+        if step > 0:
+            self._warn_of_parts()
         return step
 
     def _warn_of_parts(self) -> None:
@@ -393,11 +396,8 @@ def _place(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
         raise ArgumentError("num_replicas, rank: got one of them, expected both or neither")
     if num_replicas is None and dist.is_initialized():
         return dist.get_world_size(), dist.get_rank()
-    if num_replicas is None and (started := os.environ.get("WORLD_SIZE", "1")) != "1":
-        raise ArgumentError(
-            f"num_replicas, rank: got none, and no process group, in a job of WORLD_SIZE={started}; expected them, or "
-            "init_process_group before"
-        )
+    if num_replicas is None:
+        check_initialized("num_replicas, rank", "them, or ")
     num_replicas = integer("num_replicas", 1 if num_replicas is None else num_replicas, 1)
     try:
         Topology(f"g1n{num_replicas}")

@@ -114,7 +114,7 @@ def test_wrong_arguments_are_named() -> None:
         (lambda: sample_mean(three, [1.0, 2.0]), r"seq_lens: got torch\.float32"),
         (lambda: sample_mean(three, torch.tensor([1.5, 1.5])), r"seq_lens: got torch\.float32"),
         (lambda: sample_mean(three, torch.empty(0)), r"seq_lens: got torch\.float32"),
-        (lambda: token_mean(three, total=2), "total: got 2, expected at least the 3 of this rank"),
+        (lambda: token_mean(three, total=2), "total: got 2, expected that of the step, at least this rank's 3"),
         (lambda: token_mean(three, group=[0]), r"group: got \[0\], expected a process group"),
         (lambda: global_mean(3.0), "loss: got float, expected what token_mean"),
         (lambda: global_mean(three), "loss: got torch.float32 of shape"),

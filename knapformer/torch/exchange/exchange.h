@@ -8,8 +8,7 @@
 //                                                  flight
 //   exchange_finish(Tensor started) -> Tensor[]    waits and unpacks; once
 //
-// They are ops so that profilers and dispatch modes (selective activation checkpointing) see them. The functions here
-// call them.
+// They are ops so that profilers and dispatch modes (selective activation checkpointing) see them.
 //
 // Collective over the group: all its ranks call it, in the same order relative to the group's other collectives, with
 // tensors that differ only in their number of rows, and of which the same require gradients. A rank without rows takes

@@ -78,7 +78,7 @@ def balance(
     where its `forward` was replaced, by accelerate's `prepare` or a hook, which a packed call would bypass.
     """
     if not isinstance(balancer, SequenceBalancer | None):
-        raise ArgumentError(f"balancer: got {balancer!r}, expected a SequenceBalancer, or None")
+        raise ArgumentError(f"balancer: got {type(balancer).__name__}, expected a SequenceBalancer, or None")
     if not isinstance(max_text_tokens, int) or max_text_tokens < 0:
         raise ArgumentError(f"max_text_tokens: got {max_text_tokens!r}, expected an integer, at least 0")
     model, adapter_class = find_model(transformer)

@@ -292,7 +292,7 @@ def test_a_model_that_is_set_to_compute_something_else_is_refused(case: SmallMod
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"balancer": "g1n1"}, "balancer: got 'g1n1', expected a SequenceBalancer, or None"),
+        ({"balancer": "g1n1"}, "balancer: got str, expected a SequenceBalancer, or None"),
         ({"max_text_tokens": "512"}, "max_text_tokens: got '512', expected an integer, at least 0"),
         ({"max_text_tokens": -1}, "max_text_tokens: got -1, expected an integer, at least 0"),
         (

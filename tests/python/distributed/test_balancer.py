@@ -23,6 +23,7 @@ import torch.distributed as dist
 from balancer_checks import LENS, Check, causal_free_attention, own, run_checks
 from knapformer.attention.kernels import PackedAttention
 from knapformer.models.packed_step import PackedStep
+from ranks import run_ranks
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -249,6 +250,22 @@ def check_the_mask_of_the_kernel(rank: int, world_size: int) -> None:
         with pytest.raises(ArgumentError, match=words.format(r"\d+", r"\d+")):
             attend(make())  # a rank that is late in make() learns there of the error of one that is further
         dist.barrier()
+
+
+def _of_heads(rank: int, world_size: int, num_heads: int, told: int) -> list[str]:
+    balancer = SequenceBalancer("g2n1", d_model=num_heads, num_heads=told)
+    balancer.plan_routing([8] if rank == 0 else [], num_heads)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            balancer.attention(*(torch.ones(4, num_heads, 1),) * 3, causal_free_attention)
+    return [str(of.message) for of in found]
+
+
+def test_heads_that_the_plan_does_not_know_are_told_of_where_ranks_get_unequal_numbers() -> None:
+    for heads, told, count in ((4, 0, 0), (3, 3, 0), (3, 0, 1)):
+        for found in run_ranks(_of_heads, 2, heads, told):
+            assert len(found) == count and all("num_heads: got none, for 3 heads, which 2 ranks" in of for of in found)
 
 
 def check_given_work(rank: int, world_size: int) -> None:

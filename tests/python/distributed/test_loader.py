@@ -312,6 +312,14 @@ CHECKS = [
 ]
 
 
+def resumed_beyond(rank: int, world_size: int) -> Outcome:
+    """Rank 1's data are shorter than the position that it goes on from."""
+    balancer = SequenceBalancer(TOPOLOGY, d_model=D_MODEL)
+    loader = BalancedLoader(make_batches(rank, 4 - 2 * rank), balancer, seq_lens=lens_of, empty=empty)
+    loader.load_state_dict({f"rank_{rank}_of_2": {"num_batches": 3, "ended": False}})
+    return outcome_of(loader)
+
+
 def resumed_alone(rank: int, world_size: int) -> Outcome:
     """Rank 0 goes on from a state, rank 1 begins anew."""
     loader = BalancedLoader(
@@ -332,6 +340,12 @@ def test_a_state_that_one_rank_alone_has_loaded_is_an_error_on_all() -> None:
     for kind, words, steps, _ in run_ranks(resumed_alone, 2):
         assert (kind, steps) == ("StateError", 0), words
         assert "got start_planning on rank 1, expected plan_routing, as on rank 0" in words
+
+
+def test_a_position_beyond_the_data_is_an_error_on_all_ranks() -> None:
+    words = "load_state_dict: got a position after 3 batches, but loader has 2"
+    for kind, said, steps, _ in run_ranks(resumed_beyond, 2):
+        assert (kind, steps) == ("StateError", 0) and words in said, said
 
 
 def test_loader_on_real_ranks() -> None:

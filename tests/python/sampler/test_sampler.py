@@ -194,7 +194,8 @@ def test_a_loop_that_cannot_know_the_parts_of_samples_is_warned(num_lists):
 
     expected = r"topology: got g2n1, whose ranks share .* expected sampler.chunks\(step, micro_batch\) in"
     own = sampler("g2n1")
-    with warnings.catch_warnings(action="error"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         next(iter(own))  # a look
         lists = iter(own)
         assert len(list(itertools.islice(lists, 64))) == min(64, num_lists)
@@ -202,7 +203,12 @@ def test_a_loop_that_cannot_know_the_parts_of_samples_is_warned(num_lists):
             for i, _ in enumerate(other):
                 other.plan(i, 0)
             assert len(list(other)) == num_lists
+    of_totals = sampler("g2n1")
+    of_totals.num_tokens(0)
+    with pytest.warns(UserWarning, match=expected):
+        of_totals.num_tokens(1)  # and of the first step nothing but its total
     with pytest.warns(UserWarning, match=expected):
         next(lists) if num_lists > 64 else list(own)
-    with warnings.catch_warnings(action="error"):  # it is said once
+    with warnings.catch_warnings():  # it is said once
+        warnings.simplefilter("error")
         list(lists), list(own)

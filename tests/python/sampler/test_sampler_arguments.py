@@ -132,12 +132,14 @@ def test_bad_arguments_are_named(options, message):
         BalancedBatchSampler(**(good | options))
 
 
-def test_a_sampler_before_the_process_group_is_refused(monkeypatch):
+def test_a_sampler_or_a_balancer_before_the_process_group_is_refused(monkeypatch):
     """Every rank would get all samples."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(knapformer.ArgumentError, match="WORLD_SIZE=2; expected them, or init_process_group before"):
         BalancedBatchSampler([5] * 8, batch_size=1, d_model=WIDTH)
     assert len(BalancedBatchSampler([5] * 8, batch_size=1, d_model=WIDTH, num_replicas=2, rank=0)) == 4
+    with pytest.raises(knapformer.ArgumentError, match=r"group: got none, .* WORLD_SIZE=2; expected init_pro"):
+        knapformer.SequenceBalancer(d_model=WIDTH)
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert len(BalancedBatchSampler([5] * 8, batch_size=1, d_model=WIDTH)) == 8
 

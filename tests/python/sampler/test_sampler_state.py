@@ -116,6 +116,19 @@ def test_steps_are_counted_from_where_the_pass_began():
     assert sampler.state_dict(num_steps=4)["next_sample"] == 16
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_pass_over_a_loader_names_steps_as_methods_take_them(num_workers):
+    sampler = BalancedBatchSampler([5, 9] * 12, batch_size=2, d_model=WIDTH, micro_batches=3, num_replicas=1, rank=0)
+    loader = DataLoader(list(range(24)), batch_sampler=sampler, num_workers=num_workers, collate_fn=list)
+    places = [(step, micro_batch) for step in range(4) for micro_batch in range(3)]
+    for first in (0, 2):  # and from a loaded state
+        sampler.load_state_dict(sampler.state_dict(num_steps=first))
+        found = list(sampler.steps(loader))
+        assert [place for *place, _ in found] == [list(place) for place in places[: 3 * (4 - first)]]
+        assert all(batch == [i for i, _, _ in sampler.chunks(*place)] for *place, batch in found)
+        sampler.set_epoch(first + 1)
+
+
 def test_a_position_that_leaves_too_few_samples_is_refused_when_it_is_loaded():
     two, four = (BalancedBatchSampler([5] * 8, batch_size=1, d_model=WIDTH, num_replicas=n, rank=0) for n in (2, 4))
     state = two.state_dict(num_steps=3)

@@ -46,14 +46,12 @@ class RankFiller {
   }
 
  private:
-  /// Of a rank in a micro-batch.
   struct Held {
     int32_t num_sequences = 0;
     int64_t tokens = 0;
   };
   using Group = std::pair<int32_t, int32_t>;  // replica, degree
 
-  /// By the ranks of a place.
   std::span<Held> held(int32_t micro_batch, const Placement& place) {
     const size_t first = static_cast<size_t>(micro_batch) * topology_.num_ranks() + place.first_rank.index();
     return std::span(held_).subspan(first, static_cast<size_t>(place.degree));
@@ -72,8 +70,8 @@ class RankFiller {
 
   /// Whether each of its ranks holds another one, too.
   bool is_spare(int32_t s) {
-    const auto is_lone = [](const Held& there) { return there.num_sequences == 1; };
-    return std::ranges::none_of(held(micro_batches_[s], placements_[s]), is_lone);
+    const auto there = held(micro_batches_[s], placements_[s]);
+    return std::ranges::find(there, 1, &Held::num_sequences) == there.end();
   }
 
   bool has_room(int32_t micro_batch, const Placement& place, int32_t s) {

@@ -4,7 +4,6 @@
 #include <cmath>
 #include <numeric>
 #include <span>
-#include <tuple>
 #include <utility>
 
 #include "knapformer/core/cost/bounds.h"
@@ -180,8 +179,7 @@ class LevelSearch {
   void try_levels(std::vector<double> levels_s, double margin, Sharing sharing) {
     Levels levels{.levels_s = std::move(levels_s), .margin_s = margin * sum_s_ / count_, .sharing = sharing};
     const auto is_same = [&](const Levels& tried) {
-      return std::tie(tried.levels_s, tried.margin_s, tried.sharing) ==
-             std::tie(levels.levels_s, levels.margin_s, levels.sharing);
+      return tried.levels_s == levels.levels_s && tried.margin_s == levels.margin_s;  // 0: kLeast
     };
     if (std::ranges::any_of(tried_, is_same)) return;
     levels.time_s = packed_s(input_, sample_.pack(levels), enforces_limit_);
