@@ -214,7 +214,7 @@ Step SequenceBalancer::step(const Plan& plan, int32_t micro_batch) {
     }
     Made* known = made(plan);
     if (known == nullptr) return agreed(plan.plans()[micro_batch]);
-    ranks_->enter_step(Fingerprint(text("step(", micro_batch, ")"), known->first_number + micro_batch));
+    ranks_->enter_step(Fingerprint(text("follow(", micro_batch, ")"), known->first_number + micro_batch));
     before_step_ = ranks_->traffic();
     std::shared_ptr<PlannedStep> on_rank = known->on_rank.lock();
     if (!on_rank) {

@@ -1,5 +1,7 @@
 #include "knapformer/torch/step.h"
 
+#include <c10/util/Exception.h>
+
 #include <utility>
 
 #include "knapformer/core/util/error.h"
@@ -161,11 +163,12 @@ void Step::check_attention_inputs(const at::Tensor& q, const at::Tensor& k, cons
   check_device(v, "v", q, "q");
   if (v.size(1) != k.size(1)) throw_argument("v", text(v.size(1), " heads"), text(k.size(1), " heads, as k has"));
   static_cast<void>(partition_heads(q.size(1), k.size(1), 1));  // checks the counts
-  if (rank_plan_->plan->input().model.num_heads != 0 || !rank_plan_->attention.any_shared) return;
+  if (rank_plan_->plan->input().model.num_heads != 0) return;
+  const AttentionShares shares(static_cast<int32_t>(q.size(1)), static_cast<int32_t>(k.size(1)));
   for (const AttentionLevel& level : rank_plan_->attention.levels) {
-    if (q.size(1) % level.head_parts() == 0) continue;
-    TORCH_WARN_ONCE("knapformer: num_heads: got none, for ", q.size(1), " heads, which ", level.degree,
-                    " ranks share unevenly, while the plan counts even shares: give the balancer num_heads=", q.size(1));
+    if (level.sequences.empty() || shares.is_even(level.head_parts())) continue;
+    TORCH_WARN_ONCE("knapformer: num_heads: got none, for ", q.size(1), " heads (", k.size(1), " of keys), which ",
+                    level.degree, " ranks share unevenly, while the plan counts even shares: tell the balancer");
   }
 }
 

@@ -47,8 +47,8 @@ class SequenceBalancer(_torch.SequenceBalancer):
         sample of lengths.
     cost, settings: a `Cost`, or its fields as keyword arguments.
     group: the ranks that balance among each other; all of them make the balancer. None: the default group, or this
-        process alone where torch.distributed is not initialised. The group may be shared with others (FSDP), as long as
-        all ranks call into it in the same order.
+        process alone without torch.distributed (ArgumentError if WORLD_SIZE says otherwise). It may be shared with
+        others (FSDP), as long as all ranks call into it in the same order.
     solver: "balanced" (None); or, for flat topologies, "greedy", the published code's, or "greedy_remaining", the
         published text's.
     max_tokens_per_rank: as in `knapformer.plan`. Planning lengths that cannot keep it raises ArgumentError on every

@@ -47,9 +47,9 @@ def accelerator_backends(group: dist.ProcessGroup) -> dict[str, str]:
 
 def check_initialized(name: str, remedy: str = "") -> None:
     """Raises ArgumentError in a job of several ranks without a process group, where this rank would work alone."""
-    if not dist.is_initialized() and (started := os.environ.get("WORLD_SIZE", "1")) != "1":
+    if not dist.is_initialized() and (started := os.environ.get("WORLD_SIZE") or "1") != "1":
         got = f"got none, and no process group, in a job of WORLD_SIZE={started}"
-        raise ArgumentError(f"{name}: {got}; expected {remedy}init_process_group before")
+        raise ArgumentError(f"{name}: {got}; expected {remedy}init_process_group before, or no WORLD_SIZE")
 
 
 def cpu_group(parent: dist.ProcessGroup | None) -> dist.ProcessGroup:

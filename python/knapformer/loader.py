@@ -174,7 +174,7 @@ class _Source:
             if self._batches is None:  # here: an error of opening counts as one of the first batch
                 self._batches, used = iter(self._loader), 0 if self._snapshot else self._num_batches
                 if (found := sum(1 for _ in islice(self._batches, used))) < used:
-                    raise StateError(f"load_state_dict: got a position after {used} batches, but loader has {found}")
+                    raise StateError(f"load_state_dict: got a position after {used} batches, expected at most {found}")
             state = self._snapshot() if self._snapshot else None
             self.position = _Position(self._num_batches, state=state)
             batches = list(islice(self._batches, most))

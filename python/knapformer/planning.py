@@ -61,7 +61,7 @@ def rank_topologies(
     work: Iterable[Work] | None = None,
     **settings: Unpack[CostSettings],
 ) -> list[TopologyOption]:
-    """Topologies for a sample of batches, best predicted time first, with reasons.
+    """Topologies for a sample of batches, best predicted time first.
 
     They are flat and nested bags of up to two nodes' ranks, or more where a sequence needs them, planned by the default
     solver. Of topologies within a thousandth of the time, the one that exchanges less comes first. Topologies that

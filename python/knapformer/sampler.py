@@ -234,10 +234,10 @@ class BalancedBatchSampler(Sampler[list[int]]):
         """Itself: accelerate and Lightning call `set_epoch` of a batch sampler's `sampler`."""
         return self
 
-    def steps(self, loader: Iterable[Batch]) -> Iterator[tuple[int, int, Batch]]:
+    def steps(self, loader: Iterable[Batch], first: int = 0) -> Iterator[tuple[int, int, Batch]]:
         """A pass over `loader`, which has this sampler: step, micro-batch, batch. Steps count from 0 in each pass, as
-        methods here take them, also after load_state_dict."""
-        for i, batch in enumerate(loader):
+        methods here take them, also after load_state_dict; after accelerate's skip_first_batches from `first`."""
+        for i, batch in enumerate(loader, first * self._steps.micro_batches):
             yield *divmod(i, self._steps.micro_batches), batch
 
     def num_samples(self, step: int) -> int:
@@ -349,11 +349,11 @@ class BalancedBatchSampler(Sampler[list[int]]):
         step = integer("step", step, 0, self._steps.num_steps(self._pass.first) - 1)
         if step * self._steps.micro_batches < self._pass.num_lists:
             self._pass.num_seen = max(self._pass.num_seen, step + 1)
-        if step > 0:
-            self._warn_of_parts()
+            if step > 0:
+                self._warn_of_parts(4)
         return step
 
-    def _warn_of_parts(self) -> None:
+    def _warn_of_parts(self, level: int = 3) -> None:
         """Of a model of the user's own it is not known what it computes: only whether its loop could know, once."""
         if not self._is_asked:
             self._is_asked = True
@@ -361,7 +361,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
                 f"topology: got {self._steps.topology}, whose ranks share samples, and no call of chunks() or "
                 "plan(): a model that computes its samples whole counts shared ones several times; expected "
                 "sampler.chunks(step, micro_batch) in the loop, or a topology of bags of one rank",
-                stacklevel=3,
+                stacklevel=level,
             )
 
     def _samples(self, of: _Pass, step: int) -> Tensor:

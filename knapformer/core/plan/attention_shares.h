@@ -49,7 +49,7 @@ HeadPartition partition_heads(int64_t num_heads, int64_t num_kv_heads, int32_t d
 class AttentionShares {
  public:
   /// num_heads 0: not known. num_kv_heads 0: as many as query heads. cuts: of the degrees with r > 1, where r divides
-  /// the degree. All methods but the first two throw as partition_heads does.
+  /// the degree. What counts heads throws as partition_heads does.
   AttentionShares(int32_t num_heads, int32_t num_kv_heads, std::span<const AttentionCut> cuts = {});
 
   int32_t query_parts(int32_t degree) const { return AttentionCut::of(cuts_, degree).num_parts; }

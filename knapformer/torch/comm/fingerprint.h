@@ -12,7 +12,7 @@
 // has waited for a moment (peer_errors.h).
 //
 // Steps have numbers, in the order in which ranks plan. A prediction holds how far a call's step is from the one
-// planned or followed last (0 unless a step is held): this repeats.
+// planned or followed last (0 unless a step is held): the same in every step.
 #pragma once
 
 #include <unistd.h>

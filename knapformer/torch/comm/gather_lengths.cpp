@@ -15,7 +15,7 @@
 namespace knapformer {
 namespace {
 
-constexpr int64_t kLengthsMagic = 0x4b4e41504c454e39;  // so that a gather of other code is noticed
+constexpr int64_t kLengthsMagic = 0x4b4e41504c454e39;  // "KNAPLEN9": changes with the layout
 
 enum HeaderField : size_t {
   kMagic,
@@ -103,7 +103,9 @@ std::optional<GatheredLengths> LengthGatherer::wait(const Pending& pending, cons
   std::optional<size_t> with_work, without_work;  // ranks that have sequences
   for (size_t rank = 0; rank < num_ranks; ++rank) {
     const int64_t* sent = gathered.data() + rank * stride;
-    if (sent[kMagic] != kLengthsMagic || sent[kBalancer] != balancer_) {
+    if (sent[kMagic] != kLengthsMagic)
+      throw StateError(text("plan_routing: got of rank ", rank, " something else, expected lengths, from all ranks"));
+    if (sent[kBalancer] != balancer_) {
       throw StateError(text("plan_routing: got of rank ", rank, " lengths of balancer ", sent[kBalancer], ", expected ",
                             balancer_, ": all ranks call the balancers of a group in the same order"));
     }

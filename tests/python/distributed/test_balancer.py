@@ -252,20 +252,22 @@ def check_the_mask_of_the_kernel(rank: int, world_size: int) -> None:
         dist.barrier()
 
 
-def _of_heads(rank: int, world_size: int, num_heads: int, told: int) -> list[str]:
+def _of_heads(rank: int, world_size: int, num_heads: int, kv_heads: int, told: int) -> list[str]:
     balancer = SequenceBalancer("g2n1", d_model=num_heads, num_heads=told)
     balancer.plan_routing([8] if rank == 0 else [], num_heads)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         for _ in range(2):
-            balancer.attention(*(torch.ones(4, num_heads, 1),) * 3, causal_free_attention)
+            q, k, v = (torch.ones(4, heads, 1) for heads in (num_heads, kv_heads, kv_heads))
+            balancer.attention(q, k, v, PackedAttention())
     return [str(of.message) for of in found]
 
 
 def test_heads_that_the_plan_does_not_know_are_told_of_where_ranks_get_unequal_numbers() -> None:
-    for heads, told, count in ((4, 0, 0), (3, 3, 0), (3, 0, 1)):
-        for found in run_ranks(_of_heads, 2, heads, told):
-            assert len(found) == count and all("num_heads: got none, for 3 heads, which 2 ranks" in of for of in found)
+    for heads, kv_heads, told, count in ((4, 2, 0, 0), (3, 3, 3, 0), (3, 3, 0, 1), (6, 3, 0, 1)):
+        for found in run_ranks(_of_heads, 2, heads, kv_heads, told):
+            words = f"num_heads: got none, for {heads} heads ({kv_heads} of keys), which 2 ranks share unevenly"
+            assert len(found) == count and all(words in of for of in found)
 
 
 def check_given_work(rank: int, world_size: int) -> None:

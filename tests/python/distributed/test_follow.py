@@ -93,7 +93,7 @@ MISTAKES: dict[str, tuple[Call, str]] = {
     ),
     "not a step": (lambda b, _: b.follow(PLAN, 1), "micro_batch: got 1, expected 0 to 0"),
     "micro-batch": (_follow_of_two(lambda rank: 2), "micro_batch: got 2, expected 0 to 1"),
-    "another micro-batch": (_follow_of_two(lambda rank: rank // 3), r"step\("),
+    "another micro-batch": (_follow_of_two(lambda rank: rank // 3), r"follow\("),
     "steps differ": (
         lambda b, rank: b.plan_routing(LENGTHS[rank], D_MODEL, micro_batches=2 + rank // 3),
         "micro_batches: got ",

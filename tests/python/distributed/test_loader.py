@@ -343,7 +343,7 @@ def test_a_state_that_one_rank_alone_has_loaded_is_an_error_on_all() -> None:
 
 
 def test_a_position_beyond_the_data_is_an_error_on_all_ranks() -> None:
-    words = "load_state_dict: got a position after 3 batches, but loader has 2"
+    words = "load_state_dict: got a position after 3 batches, expected at most 2"
     for kind, said, steps, _ in run_ranks(resumed_beyond, 2):
         assert (kind, steps) == ("StateError", 0) and words in said, said
 

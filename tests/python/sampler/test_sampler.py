@@ -204,7 +204,10 @@ def test_a_loop_that_cannot_know_the_parts_of_samples_is_warned(num_lists):
                 other.plan(i, 0)
             assert len(list(other)) == num_lists
     of_totals = sampler("g2n1")
-    of_totals.num_tokens(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        of_totals.num_tokens(1)  # before the loop
+    assert len(list(itertools.islice(of_totals, 2))) == 2
     with pytest.warns(UserWarning, match=expected):
         of_totals.num_tokens(1)  # and of the first step nothing but its total
     with pytest.warns(UserWarning, match=expected):

@@ -10,9 +10,8 @@
 
 namespace knapformer {
 
-/// Places the items anew in these groups, which share no rank, no slower than they lie; more than 24 items or groups
-/// stay. Stops at a time that is good enough, and after a number of trials that grows with num_moves. Returns
-/// whether no other placement in the groups is faster.
+/// Places the items anew in these groups, which share no rank, no slower than they lie; not more than 24 items or
+/// groups. The more moves, the more trials. Returns whether no other placement in the groups is faster.
 bool place_few(PlacementTrees& trees, std::span<const int32_t> groups, std::vector<int32_t>& node_of_item,
                double good_enough, int64_t num_moves);
 

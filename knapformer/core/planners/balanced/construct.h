@@ -21,7 +21,7 @@ class Construction {
   explicit Construction(PlacementTrees& trees);
 
   /// Which sequences are shared: those with which no smaller group keeps the target; those that exceed it alone, or the
-  /// limit of tokens in any smaller group; or all, by as many ranks as can be.
+  /// limit of tokens in any smaller group; or all, by as many ranks as can be, whatever the target.
   enum class Sharing { kToFit, kLeast, kMost };
 
   /// Empties the trees and places all their items. Returns the time of the slowest group, which may be above the

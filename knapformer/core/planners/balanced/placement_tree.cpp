@@ -6,7 +6,6 @@
 #include "knapformer/core/util/error.h"
 
 namespace knapformer {
-
 namespace {
 
 /// Of each shape, every stride-th bag of the replica.

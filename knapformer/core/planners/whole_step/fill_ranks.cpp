@@ -1,7 +1,6 @@
 #include "knapformer/core/planners/whole_step/fill_ranks.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <map>
 #include <span>
 #include <string>
@@ -59,7 +58,6 @@ class RankFiller {
 
   int32_t replica_of(BagId bag) const { return bag.value / topology_.num_bags_per_replica(); }
 
-  /// Adds the sequence to what its ranks hold, or takes it out.
   void count(int32_t s, int32_t sign) {
     const auto there = held(micro_batches_[s], placements_[s]);
     for (size_t i = 0; i < there.size(); ++i) {
@@ -68,7 +66,6 @@ class RankFiller {
     }
   }
 
-  /// Whether each of its ranks holds another one, too.
   bool is_spare(int32_t s) {
     const auto there = held(micro_batches_[s], placements_[s]);
     return std::ranges::find(there, 1, &Held::num_sequences) == there.end();
@@ -86,9 +83,9 @@ class RankFiller {
   bool fill_all() {
     bool has_filled = false;
     first_spare_.clear();
-    for (size_t i = 0; i < held_.size(); ++i) {
-      const auto [k, rank] = std::div(static_cast<int64_t>(i), int64_t{topology_.num_ranks()});
-      if (held_[i].num_sequences == 0) has_filled = fill(static_cast<int32_t>(k), Rank(rank)) || has_filled;
+    for (int32_t i = 0; i < std::ssize(held_); ++i) {
+      if (held_[i].num_sequences > 0) continue;
+      has_filled = fill(i / topology_.num_ranks(), Rank(i % topology_.num_ranks())) || has_filled;
     }
     return has_filled;
   }

@@ -179,7 +179,7 @@ class LevelSearch {
   void try_levels(std::vector<double> levels_s, double margin, Sharing sharing) {
     Levels levels{.levels_s = std::move(levels_s), .margin_s = margin * sum_s_ / count_, .sharing = sharing};
     const auto is_same = [&](const Levels& tried) {
-      return tried.levels_s == levels.levels_s && tried.margin_s == levels.margin_s;  // 0: kLeast
+      return tried.levels_s == levels.levels_s && tried.margin_s == levels.margin_s && tried.sharing == levels.sharing;
     };
     if (std::ranges::any_of(tried_, is_same)) return;
     levels.time_s = packed_s(input_, sample_.pack(levels), enforces_limit_);
