@@ -221,7 +221,7 @@ class SequenceBalancer(_torch.SequenceBalancer):
     def metrics(self) -> dict[str, int | float]:
         """Metrics for a training loop to log, of the step since the last plan, so far: a flat dict.
 
-        Keys are 'balancer/...', values numbers:
+        Keys are 'balancer/...', values numbers (wir is infinite where a rank has no work):
         wir, max_over_mean (_before, _after): of the planned work per rank; tokens_before, tokens_after: of this rank;
         tokens_moved, attention_tokens_moved: of all ranks, as Plan has them;
         bytes_sent, num_collectives: of this rank; planning_s: the plan and its tables; waiting_s: how long the host
