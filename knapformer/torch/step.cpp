@@ -168,7 +168,7 @@ void Step::check_attention_inputs(const at::Tensor& q, const at::Tensor& k, cons
   for (const AttentionLevel& level : rank_plan_->attention.levels) {
     if (level.sequences.empty() || shares.is_even(level.head_parts())) continue;
     TORCH_WARN_ONCE("knapformer: num_heads: got none, for ", q.size(1), " heads (", k.size(1), " of keys), which ",
-                    level.degree, " ranks share unevenly, while the plan counts even shares: tell the balancer");
+                    level.degree, " ranks share unevenly, unlike in the plan: expected num_heads= of the balancer");
   }
 }
 
