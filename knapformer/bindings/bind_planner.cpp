@@ -137,12 +137,10 @@ void bind_planner(py::module_& m) {
   py::class_<TopologyOption> option(m, "TopologyOption", "A topology and what it is predicted to do.");
   const auto property = properties_of(option);
   property("topology", "Its text.", &TopologyOption::topology);
-  property("predicted_time",
-           "Seconds of a step; mean over the batches. Infinite where the limit of tokens is not kept.",
+  property("predicted_time", "Seconds of a step; mean over the batches; infinite if the limit of tokens is not kept.",
            &TopologyOption::predicted_time_s);
   property("over_ideal", "Predicted time over ideal time; mean over the batches.", &TopologyOption::over_ideal);
   option.def("__repr__", [](const TopologyOption& o) {
-    return text("TopologyOption('", o.topology, "', predicted_time=", o.predicted_time_s, ", over_ideal=", o.over_ideal,
-                ")");
+    return text("TopologyOption('", o.topology, "', predicted_time=", o.predicted_time_s, ")");
   });
 }

@@ -15,6 +15,17 @@ bool is_identity(const ExchangeTable& table) { return table.num_peers == 1; }
 /// What a call returns where nothing moves: another tensor on the same memory.
 at::Tensor as_view(const at::Tensor& tensor) { return tensor.view(tensor.sizes()); }
 
+/// A plan that was not told the number of heads counts even shares.
+void warn_of_unknown_heads(const RankPlan& on_rank, int64_t num_heads, int64_t num_kv_heads) {
+  if (on_rank.plan->input().model.num_heads != 0) return;
+  const AttentionShares shares(static_cast<int32_t>(num_heads), static_cast<int32_t>(num_kv_heads));
+  for (const AttentionLevel& level : on_rank.attention.levels) {
+    if (level.sequences.empty() || shares.is_even(level.head_parts())) continue;
+    TORCH_WARN_ONCE("knapformer: num_heads: got none, for ", num_heads, " heads (", num_kv_heads, " of keys), which ",
+                    level.degree, " ranks share unevenly, unlike in the plan: expected num_heads= of the balancer");
+  }
+}
+
 std::vector<at::Tensor> as_views(at::TensorList tensors) {
   std::vector<at::Tensor> views;
   for (const at::Tensor& tensor : tensors) views.push_back(as_view(tensor));
@@ -163,13 +174,7 @@ void Step::check_attention_inputs(const at::Tensor& q, const at::Tensor& k, cons
   check_device(v, "v", q, "q");
   if (v.size(1) != k.size(1)) throw_argument("v", text(v.size(1), " heads"), text(k.size(1), " heads, as k has"));
   static_cast<void>(partition_heads(q.size(1), k.size(1), 1));  // checks the counts
-  if (rank_plan_->plan->input().model.num_heads != 0) return;
-  const AttentionShares shares(static_cast<int32_t>(q.size(1)), static_cast<int32_t>(k.size(1)));
-  for (const AttentionLevel& level : rank_plan_->attention.levels) {
-    if (level.sequences.empty() || shares.is_even(level.head_parts())) continue;
-    TORCH_WARN_ONCE("knapformer: num_heads: got none, for ", q.size(1), " heads (", k.size(1), " of keys), which ",
-                    level.degree, " ranks share unevenly, unlike in the plan: expected num_heads= of the balancer");
-  }
+  warn_of_unknown_heads(*rank_plan_, q.size(1), k.size(1));
 }
 
 void Step::check_flat(std::string_view call) const {

@@ -9,7 +9,7 @@
 // Collective: all ranks of the group call route and reverse_route in the same order, also ranks without sequences; all
 // ranks of a bag call attention, pre_attn and post_attn. Gradients flow through all of them, so the backward pass is
 // collective too. An error on one rank becomes an error on all, which then need a new balancer. So do steps that
-// differ: ranks compare their numbers.
+// differ: ranks compare their numbers. Where nothing moves, results are views of the arguments: write into neither.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -349,8 +349,7 @@ class BalancedStepLoader(_Loader[list[dict[str, Tensor]]]):
 def _tensors_of(sample: Any, names: Sequence[str]) -> list[Tensor]:
     if not isinstance(sample, dict) or sample.keys() != set(names):
         came = ", ".join(map(str, sample)) if isinstance(sample, dict) else type(sample).__name__
-        expected = f"a dict of {', '.join(names)} (a batch is a list of them: collate_fn=list)"
-        raise ArgumentError(f"sample: got {came}; expected {expected}")
+        raise ArgumentError(f"sample: got {came}; expected a dict of {', '.join(names)} (collate_fn=list)")
     for name in names:
         if not isinstance(sample[name], Tensor):
             raise ArgumentError(f"sample['{name}']: got {type(sample[name]).__name__}, expected a tensor")

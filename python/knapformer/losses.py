@@ -1,9 +1,9 @@
 """Losses over sequences of unequal length on all ranks, weighted as one process with all the data would weigh them.
 
 In the mean of the ranks' means a token would weigh more on a rank with few tokens. Here every rank divides its own sum
-by the count over all ranks. The returned loss is scaled so that, after the gradient
-reduction of DDP or FSDP (a mean over ranks by default), the gradient is that of the mean over all data. Where gradients
-are added up over ranks instead, divide it by their number.
+by the count over all ranks. The returned loss is scaled so that, after the gradient reduction of DDP or FSDP (a mean
+over ranks by default), the gradient is that of the mean over all data. Where gradients are added up over ranks instead,
+divide it by their number.
 
     loss = token_mean(per_token)          # per_token: (tokens,), after reverse_route
     loss.backward()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from balancer_checks import Check, causal_free_attention, own, run_checks
 from knapformer.adapters.packed import OfSequences
 from knapformer.attention.kernels import PackedAttention, varlen_attention
-from ranks import error_of
+from ranks import error_of, run_ranks
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -163,3 +164,21 @@ def test_no_rank_idles_and_none_has_a_third_more(heads: int, degree: int) -> Non
     lens = [[100_000], *[[]] * (degree - 1)]
     made = plan(lens, f"g{degree}n1", d_model=3072, model=TrainedModel(num_heads=heads, cuts_queries=True))
     assert made.wir_after < 4 / 3
+
+
+def _of_heads(rank: int, world_size: int, num_heads: int, kv_heads: int, told: int) -> list[str]:
+    balancer = SequenceBalancer("g2n1", d_model=num_heads, num_heads=told)
+    balancer.plan_routing([8] if rank == 0 else [], num_heads)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            q, k, v = (torch.ones(4, heads, 1) for heads in (num_heads, kv_heads, kv_heads))
+            balancer.attention(q, k, v, PackedAttention())
+    return [str(of.message) for of in found]
+
+
+def test_heads_that_the_plan_does_not_know_are_told_of_where_ranks_get_unequal_numbers() -> None:
+    for heads, kv_heads, told, count in ((4, 2, 0, 0), (3, 3, 3, 0), (3, 3, 0, 1), (6, 3, 0, 1)):
+        for found in run_ranks(_of_heads, 2, heads, kv_heads, told):
+            words = f"num_heads: got none, for {heads} heads ({kv_heads} of keys), which 2 ranks share unevenly"
+            assert len(found) == count and all(words in of for of in found)

@@ -35,8 +35,7 @@ class RankFiller {
   }
 
   Plan run() {
-    while (fill_all()) {  // a sequence that moved may leave another one spare
-    }
+    while (fill_all()) continue;  // a sequence that moved may leave another one spare
     std::vector<std::string> solvers;
     for (const MicroBatchPlan& micro_batch : plan_.plans()) solvers.push_back(micro_batch.solver());
     std::vector<MicroBatchPlan> plans =

@@ -21,7 +21,8 @@ struct Candidate {
   TopologyOption option;
   int32_t bag_ranks = 1;
   bool nested = false;
-  int32_t max_degree = 1;  // of the sequences of any plan
+  int32_t max_degree = 1;         // of the sequences of any plan
+  double exchanged_fraction = 0;  // of the tokens, by attention; mean over the batches
 };
 
 /// The most ranks that a bag may need: twice a node, and twice what the longest sequence takes in an even step and
@@ -71,7 +72,7 @@ void predict(Candidate& candidate, std::span<const PlanInput> batches, std::stri
       candidate.max_degree = std::max(candidate.max_degree, place.degree);
     option.over_ideal += weight * time.over_ideal();
     if (plan.num_tokens() > 0)
-      option.exchanged_fraction += weight * plan.attention_tokens_moved() / static_cast<double>(plan.num_tokens());
+      candidate.exchanged_fraction += weight * plan.attention_tokens_moved() / static_cast<double>(plan.num_tokens());
   }
 }
 
@@ -98,6 +99,7 @@ std::vector<TopologyOption> rank_topologies(std::span<const PlanInput> batches, 
     try {
       predict(candidate, batches, solver);
     } catch (const TokenLimitError&) {
+      candidate.exchanged_fraction = 0;
       candidate.option = {
           .topology = candidate.option.topology, .predicted_time_s = kInfinity, .over_ideal = kInfinity};
     }
@@ -114,7 +116,7 @@ std::vector<TopologyOption> rank_topologies(std::span<const PlanInput> batches, 
     // Of the topologies that cannot keep the limit, the one that comes closest is first: large bags share the most.
     const int32_t sign = std::isinf(option.predicted_time_s) ? -1 : 1;
     const double time = sign < 0 ? option.predicted_time_s : std::round(option.predicted_time_s / best_s / kEqualTime);
-    return std::tuple(time, option.exchanged_fraction, sign * candidate.bag_ranks, sign * candidate.nested);
+    return std::tuple(time, candidate.exchanged_fraction, sign * candidate.bag_ranks, sign * candidate.nested);
   };
   std::ranges::stable_sort(ranked, {}, order);
   std::vector<TopologyOption> out;
