@@ -10,20 +10,16 @@ from __future__ import annotations
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from knapformer import ArgumentError, StateError
+from knapformer import ArgumentError
 from knapformer.adapters.packed import Home, Moved, PackedForward, Part, RunBlock
 from knapformer.adapters.samples import Sample, Samples
-
-LIBRARY = "diffusers"
-STATE = "_knapformer"  # the attribute of modules whose forward balance() has replaced
-_WRAPPERS = ("peft", "torch")  # packages whose modules wrap others, and call them
 
 MAX_TEXT_TOKENS = 512  # the default: the limit with which published models are trained
 
@@ -39,8 +35,8 @@ class Adapter(ABC):
     # part of a balanced sequence.
     blocks: ClassVar[tuple[str, ...]]
     refiners: ClassVar[tuple[str, ...]] = ()
-    # For classes of LIBRARY, or of the adapter's own package, the packed forward that goes by theirs: of blocks, and of
-    # other modules that are called with Packed. FSDP gathers a module when it is called, not when only its parts are.
+    # For classes of diffusers, or of the adapter's own package, the packed forward that goes by theirs: of blocks, and
+    # of other modules that are called with Packed. FSDP gathers a module when it is called, not when only its parts are.
     packed: ClassVar[dict[str, PackedForward]]
     # Modules of the blocks and of the model whose parts a packed call calls in place of the module, such as those that
     # attend; and their attention processors that compute what the packed blocks do.
@@ -139,76 +135,8 @@ class Adapter(ABC):
         parts = (out,) if isinstance(out, Tensor) else out.to_tuple()
         return parts if len(parts) > 1 else parts[0]
 
-    def packed_modules(self, model: nn.Module) -> Iterator[tuple[str, nn.Module, PackedForward]]:
-        """The modules that have a packed forward, by their names. Raises ArgumentError where a forward of a user's own
-        would be passed by."""
-        found = set()
-        for name, module in model.named_modules():
-            known = next((base for base in type(module).__mro__ if self._is_one_of(self.packed, base)), None)
-            if known is None:
-                continue
-            if (of := _of_forward(module)) is not known:
-                self._refuse(name, module, of)
-            found.add(module)
-            yield name, module, self.packed[known.__name__]
-        for name in self.lists():
-            for i, block in enumerate(model.get_submodule(name).children()):
-                if found.isdisjoint(block.modules()):
-                    self._refuse(f"{name}.{i}", block, _of_forward(block))
-
-    def _refuse(self, name: str, module: nn.Module, of: type) -> None:
-        got, expected = name_of(of, self.packed), " or ".join(self.packed) or "none"
-        raise ArgumentError(
-            f"{name}: got {type(module).__name__} with the forward of {got}, which a packed call would not compute, "
-            f"expected that of {expected} (Adapter.packed)"
-        )
-
-    def _is_one_of(self, names: Collection[str], of: type) -> bool:
-        return of.__name__ in names and package_of(of) in (LIBRARY, package_of(type(self)))
-
-    def check(self, model: Any) -> None:
-        """Raises StateError where the model computes what packed blocks do not, ArgumentError where a module that is
-        called in parts has a forward of a user's own."""
-        for name in self.refused:
-            if value := getattr(model.config, name, None):
-                raise StateError(f"transformer: got a model with {name} {value!r}, expected one without")
-        if getattr(model, "is_cache_enabled", False):
-            raise StateError(
-                "cache: got one of diffusers, expected none in a packed call (transformer.disable_cache())"
-            )
-        for name, module in self.parts(model):
-            self._check_part(name, module)
-
-    def parts(self, model: Any) -> Iterator[tuple[str, nn.Module]]:
-        """The modules of `in_parts`, by their names."""
-        owners = {"transformer": model}
-        for name in self.lists():
-            owners |= {f"{name}[{i}]": block for i, block in enumerate(model.get_submodule(name))}
-        for (name, owner), part in itertools.product(owners.items(), self.in_parts):
-            if (module := getattr(owner, part, None)) is not None:
-                yield f"{name}.{part}", module
-
-    def _check_part(self, name: str, module: Any) -> None:
-        package = package_of(_of_forward(module))
-        is_put = "forward" in module.__dict__ and STATE not in module.__dict__ and package not in _WRAPPERS
-        if is_put or package not in (LIBRARY, *_WRAPPERS, package_of(type(self))):
-            raise ArgumentError(
-                f"{name}: got {type(module).__name__} with a forward of its own, which a packed call would not "
-                f"compute, expected a class of {LIBRARY} (Adapter.in_parts)"
-            )
-        if not hasattr(module, "processor"):
-            return
-        if not self._is_one_of(self.processors, type(module.processor)):
-            got = name_of(type(module.processor), self.processors)
-            expected = " or ".join(self.processors) or "one of Adapter.processors, which has none"
-            raise StateError(f"{name}.processor: got {got}, expected {expected}")
-        if getattr(module.processor, "_parallel_config", None) is not None:
-            raise StateError(
-                f"{name}.processor: got a model with diffusers' context parallelism, expected one without: bags of the "
-                "balancer share sequences"
-            )
-        if hasattr(module, "unfuse_projections") and module.fused_projections:  # elsewhere the processor says it
-            raise StateError(f"{name}: got fused projections, expected transformer.unfuse_qkv_projections()")
+    def check(self, model: Any) -> None:  # noqa: B027
+        """Raises StateError where the model is set to compute what this adapter does not, beside checks.py."""
 
 
 def expect(condition: bool, name: str, value: object, expected: str) -> None:
@@ -222,20 +150,6 @@ def cast_for(module: nn.Module, x: Tensor) -> Tensor:
 
     dtype = get_parameter_dtype(module)
     return x.to(dtype) if dtype.is_floating_point else x  # quantized weights take floating-point numbers all the same
-
-
-def package_of(of: type) -> str:
-    return of.__module__.partition(".")[0]
-
-
-def name_of(of: type, expected: Collection[str]) -> str:
-    """For messages: the class's name, with its module where its name alone is what is expected."""
-    return f"{of.__name__} of {of.__module__}" if of.__name__ in expected else of.__name__
-
-
-def _of_forward(module: nn.Module) -> type:
-    """The class that defines the forward that the module runs."""
-    return next(base for base in type(module).__mro__ if "forward" in base.__dict__)
 
 
 def rotation_rows(cos: Tensor, sin: Tensor) -> Tensor:

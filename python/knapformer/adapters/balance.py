@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from knapformer import ArgumentError, StateError
-from knapformer.adapters.adapter import MAX_TEXT_TOKENS, STATE, Adapter
+from knapformer.adapters.adapter import MAX_TEXT_TOKENS, Adapter
+from knapformer.adapters.checks import STATE, check_blocks, check_model, packed_modules
 from knapformer.adapters.controls import controlled, residual_rows
 from knapformer.adapters.packed import Moved, Packed
 from knapformer.adapters.registry import find_model
@@ -87,8 +88,8 @@ def balance(
         raise ArgumentError(f"controls: got {controls!r}, expected how many residuals are in {known}, at least 1")
     unbalance(model)
     adapter = adapter_class(max_text_tokens, controls)
-    adapter.check(model)
-    packed = list(adapter.packed_modules(model))
+    check_model(adapter, model)
+    packed = list(packed_modules(adapter, model))
     for name, module in (("transformer", model), *((name, module) for name, module, _ in packed)):
         if "forward" in module.__dict__:
             raise StateError(
@@ -120,13 +121,6 @@ def balanced(transformer: nn.Module) -> _Balanced:
     return transformer.__dict__[STATE]
 
 
-def _check_packed(model: Any, adapter: Adapter) -> None:
-    for name in adapter.lists():
-        for i, block in enumerate(model.get_submodule(name)):
-            if not any(STATE in module.__dict__ for module in block.modules()):
-                raise StateError(f"{name}[{i}]: got a block that came after balance(), expected balance() again")
-
-
 def _module_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if args and isinstance(args[-1], Packed):
         return module.__dict__[STATE](module, *args)
@@ -147,8 +141,8 @@ def _packed_call(
     try:
         if placed is None and not planned and (source := source_of_shared_samples()):
             raise StateError(f"placed: got none, in a process with {source}, or placed=False for other samples")
-        adapter.check(model)
-        _check_packed(model, adapter)
+        check_model(adapter, model)
+        check_blocks(adapter, model)
         of_samples = adapter.read(model, samples)
         home = adapter.embed(model, of_samples)
         residuals = residual_rows(adapter, of_samples, home)

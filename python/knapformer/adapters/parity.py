@@ -24,6 +24,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from knapformer import ArgumentError, Cluster, StateError, TrainedModel
 from knapformer.adapters.adapter import Adapter
 from knapformer.adapters.balance import balance, balanced
+from knapformer.adapters.checks import modules_in_parts
 from knapformer.adapters.drawn import Draw, random_sample
 from knapformer.adapters.named import defaults_of
 from knapformer.adapters.registry import adapter_of, find_model, register
@@ -263,7 +264,9 @@ def _passed_by(small: SmallModel) -> list[str]:
     model, samples = small.make(), small.samples()
     own = _called_by(lambda: [small.adapter.own(model, sample) for sample in samples])
     small.balance(model)
-    known = _called_by(partial(model, samples)) | {module for _, module in balanced(model).adapter.parts(model)}
+    known = _called_by(partial(model, samples)) | {
+        module for _, module in modules_in_parts(balanced(model).adapter, model)
+    }
     passed_by = {module for module in own - known if next(module.parameters(), None) is not None}
     names = [name for name, module in model.named_modules() if module in passed_by]
     expected = "a call, or Adapter.in_parts of the model or a block in Adapter.blocks or refiners"

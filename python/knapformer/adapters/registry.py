@@ -6,7 +6,8 @@ import importlib
 from typing import Any
 
 from knapformer import ArgumentError
-from knapformer.adapters.adapter import Adapter, name_of, package_of
+from knapformer.adapters.adapter import Adapter
+from knapformer.adapters.checks import LIBRARY, name_of, package_of
 
 # The name of a class of diffusers, or a class's name with its module -> where its adapter is.
 _ADAPTERS: dict[str, str | type[Adapter]] = {
@@ -68,7 +69,7 @@ def adapter_of(model_class: Any) -> type[Adapter] | None:
 
     Raises ArgumentError where the class computes something else than that base."""
     for base in model_class.__mro__:
-        for key in (_full_name(base), base.__name__ if package_of(base) == "diffusers" else ""):
+        for key in (_full_name(base), base.__name__ if package_of(base) == LIBRARY else ""):
             if key in _ADAPTERS:
                 if model_class.forward is not base.forward:
                     raise ArgumentError(

@@ -181,7 +181,6 @@ class SkyReelsV2(Wan):
     conditions = Wan.conditions | {"timestep": lambda config, size, draw: 1000 * draw.time()}
 
     def check(self, model: Any) -> None:
-        super().check(model)
         if (frames := model.config.num_frame_per_block) > 1:
             raise StateError(f"transformer: got a model with num_frame_per_block {frames}, expected 1")
 

@@ -59,7 +59,6 @@ class ZImage(JointAdapter):
         return model(**sample).sample[0]
 
     def check(self, model: Any) -> None:
-        super().check(model)
         if len(model.all_patch_size) > 1:
             raise StateError(f"transformer: got a model with patch sizes {model.all_patch_size}, expected one size")
 
