@@ -38,7 +38,7 @@ from typing import Any
 
 from bench_solvers import CLUSTER, D_MODEL, MODEL, Share, even, measure, of_plan, work
 from driver import module_at, parser_of, write_results
-from knapformer.tools.doctor.alternatives import static_sharing
+from knapformer.tools.baselines import static_sharing
 from knapformer.tools.ways import DrawnSteps, PlanCost
 
 import knapformer

@@ -24,9 +24,9 @@ from knapformer._core import (
 )
 from knapformer.calibration import Calibration
 from knapformer.cost import Cost
+from knapformer.gamma_fit import WorkloadFit, fit_workload
 from knapformer.lengths_log import record
 from knapformer.planning import attention_pairs, plan, plan_home, predict_micro_batch, rank_topologies, solver_names
-from knapformer.workload_fit import WorkloadFit, fit_workload
 
 if TYPE_CHECKING:
     from knapformer.adapters.balance import balance, unbalance

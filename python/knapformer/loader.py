@@ -69,12 +69,10 @@ class _Loader(Generic[Item]):
             self._balancer.plan_routing(())  # a rank that begins anew calls start_planning: StateError on all
         source = _Source(self._loader, self._position, self._snapshot if self._stateful else None)
         try:
-            items = self._iterate(source)
-            for first in islice(items, 1):
-                self._has_looked = resumes
-                yield first
-            self._has_looked = False
-            yield from items
+            for item in self._iterate(source):
+                self._has_looked, resumes = resumes, False
+                yield item
+                self._has_looked = False
         except StateError:
             if source.error is not None:  # the error of this rank's own data, in place of what all ranks are told
                 raise source.error from None

@@ -9,7 +9,6 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -169,7 +168,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         )  # fmt: skip
         checked = {"lengths": lengths, "work": work, "masks": masks, "weights": of_weights, "repeats": of_repeats}
         planned = self._steps.checked(of_weights, of_repeats)
-        self._compared = _compared(given | checked | {"num_replicas": num_replicas}, self._steps.cost, planned)
+        self._described = _described(given | checked | {"num_replicas": num_replicas}, self._steps.cost, planned)
         self._next_pass = _Pass(epoch=0, first=0)
         self._pass = self._next_pass  # of which the methods speak
         self._steps.check_last_step(0)
@@ -195,7 +194,6 @@ class BalancedBatchSampler(Sampler[list[int]]):
                 "load_state_dict: its position was taken by a pass that was left before its end (next(iter(loader)), "
                 "say), expected load_state_dict again, or set_epoch with another epoch"
             )
-        self._steps.check_last_step(own.first)
         if last.is_done:
             self._warn_of_parts()
         self._next_pass = _Pass(own.epoch, 0)
@@ -278,9 +276,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     def _chunks(self, of: _Pass, step: int, micro_batch: int) -> list[tuple[int, int, int]]:
         samples, planned = self._planned_step(of, step)
-        chunks = planned.chunks_on(self._rank, micro_batch)
-        held = samples[[sequence for sequence, _, _ in chunks]]
-        return [(index, begin, end) for index, (_, begin, end) in zip(held.tolist(), chunks, strict=True)]
+        return [(int(samples[i]), begin, end) for i, begin, end in planned.chunks_on(self._rank, micro_batch)]
 
     def state_dict(self, num_steps: int | None = None) -> dict[str, int]:
         """The position of the pass, the same on all ranks: after the last whole optimizer step.
@@ -317,10 +313,6 @@ class BalancedBatchSampler(Sampler[list[int]]):
     def _description(self) -> dict[str, str]:
         position = {"epoch": str(self._next_pass.epoch), "next_sample": str(self._next_pass.first)}
         return self._described | position
-
-    @cached_property
-    def _described(self) -> dict[str, str]:
-        return {"knapformer": __version__, **{name: described(value) for name, value in self._compared.items()}}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """The next pass goes on from the position in `state`, with any number of ranks and micro-batches for which the
@@ -382,12 +374,13 @@ class BalancedBatchSampler(Sampler[list[int]]):
         return done[step]
 
 
-def _compared(given: dict[str, Any], cost: Cost, planned: Plan) -> dict[str, Any]:
+def _described(given: dict[str, Any], cost: Cost, planned: Plan) -> dict[str, str]:
     """What ranks compare, in one form, whatever form it was given in. planned: what says what it was made with."""
     arguments = given | vars(cost)
     for name in ("cluster", "model", "num_heads"):  # fields of these are among the plan's settings
         del arguments[name]
-    return arguments | {"topology": str(planned.topology), **dict(planned.settings)}
+    arguments |= {"topology": str(planned.topology), "knapformer": __version__, **dict(planned.settings)}
+    return {name: described(value) for name, value in arguments.items()}
 
 
 def _place(num_replicas: int | None, rank: int | None) -> tuple[int, int]:

@@ -49,9 +49,7 @@ int64_t num_words(const std::string& text) { return static_cast<int64_t>((text.s
 }  // namespace
 
 LengthGatherer::LengthGatherer(std::shared_ptr<CommGroup> group, int64_t balancer)
-    : group_(std::move(group)), balancer_(balancer) {
-  device_ = group_->control_device();
-}
+    : group_(std::move(group)), balancer_(balancer), device_(group_->control_device()) {}
 
 LengthGatherer::Pending LengthGatherer::start(GatheredLengths own, int64_t d_model) {
   Pending pending{.said = std::move(own), .d_model = d_model};

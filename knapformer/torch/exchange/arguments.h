@@ -1,5 +1,5 @@
 // The arguments of an exchange beside its tensors: one struct, from the C++ functions of exchange.h through the
-// dispatcher to the resolved call (wire.h). Autograd keeps it for the backward.
+// dispatcher to the resolved call (exchange_buffer.h). Autograd keeps it for the backward.
 //
 // Tensors travel in *segments*: a segment is one exchange table and the tensors that travel by it. All segments of an
 // exchange share one all-to-all of bytes, so tensors of any dtype travel together and arrive bit for bit.

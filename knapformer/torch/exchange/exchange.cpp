@@ -15,7 +15,7 @@
 
 #include "knapformer/core/util/error.h"
 #include "knapformer/torch/comm/comm_group.h"
-#include "knapformer/torch/exchange/wire.h"
+#include "knapformer/torch/exchange/exchange_buffer.h"
 
 namespace knapformer {
 namespace {
@@ -59,15 +59,15 @@ class InFlight {
   InFlight(at::TensorList tensors, CallPtr call) : call_(std::move(call)), group_(call_->arguments.group) {
     RECORD_USER_SCOPE(text("knapformer::start ", call_->arguments.label()));
     group_->peer_errors().guard([&] {
-      exchange_ = std::make_unique<ExchangeCall>(tensors, call_->arguments);
-      exchange_->pack();
+      buffer_ = std::make_unique<ExchangeBuffer>(tensors, call_->arguments);
+      buffer_->pack();
       // The last step before the collective, as ranks look for errors in it. While a backend opens connections, which
       // it does in a group's first collective, they do not.
       group_->fingerprints().agree(call_->arguments.fingerprint(tensors));
-      at::Tensor received = exchange_->received(), sent = exchange_->sent();
-      work_ = group_->start_all_to_all(received, sent, exchange_->received_bytes(), exchange_->sent_bytes(),
-                                       exchange_->label());
-      exchange_->move_own();
+      at::Tensor received = buffer_->received(), sent = buffer_->sent();
+      work_ =
+          group_->start_all_to_all(received, sent, buffer_->received_bytes(), buffer_->sent_bytes(), buffer_->label());
+      buffer_->move_own();
     });
   }
 
@@ -82,11 +82,11 @@ class InFlight {
   /// Waits and unpacks; once.
   Tensors finish() {
     return group_->peer_errors().guard([&] {
-      if (!exchange_) throw StateError(text(call_->arguments.label(), ": has been finished before, expected once"));
-      const std::unique_ptr<ExchangeCall> exchange = std::move(exchange_);
-      group_->wait(*work_, exchange->device(), exchange->label());
+      if (!buffer_) throw StateError(text(call_->arguments.label(), ": has been finished before, expected once"));
+      const std::unique_ptr<ExchangeBuffer> buffer = std::move(buffer_);
+      group_->wait(*work_, buffer->device(), buffer->label());
       work_.reset();
-      return exchange->unpack();
+      return buffer->unpack();
     });
   }
 
@@ -96,7 +96,7 @@ class InFlight {
  private:
   CallPtr call_;
   std::shared_ptr<CommGroup> group_;
-  std::unique_ptr<ExchangeCall> exchange_;
+  std::unique_ptr<ExchangeBuffer> buffer_;
   WorkPtr work_;
 };
 

@@ -36,7 +36,7 @@ class Adapter(ABC):
     blocks: ClassVar[tuple[str, ...]]
     refiners: ClassVar[tuple[str, ...]] = ()
     # For classes of diffusers, or of the adapter's own package, the packed forward that goes by theirs: of blocks, and
-    # of other modules that are called with Packed. FSDP gathers a module when it is called, not when only its parts are.
+    # of other modules that are called with Packed: FSDP gathers a module when it is called, not only its parts.
     packed: ClassVar[dict[str, PackedForward]]
     # Modules of the blocks and of the model whose parts a packed call calls in place of the module, such as those that
     # attend; and their attention processors that compute what the packed blocks do.
@@ -129,7 +129,7 @@ class Adapter(ABC):
         return [unpatched(part, of, patch, self.channels_first) for part, of in zip(parts, home.grids, strict=True)]
 
     @staticmethod
-    def own(model: Any, sample: Sample) -> Any:
+    def expected(model: Any, sample: Sample) -> Any:
         """What the model's own forward gives for a sample, in the form of a prediction: a tensor, or several."""
         out = model(**sample)
         parts = (out,) if isinstance(out, Tensor) else out.to_tuple()
@@ -150,22 +150,6 @@ def cast_for(module: nn.Module, x: Tensor) -> Tensor:
 
     dtype = get_parameter_dtype(module)
     return x.to(dtype) if dtype.is_floating_point else x  # quantized weights take floating-point numbers all the same
-
-
-def rotation_rows(cos: Tensor, sin: Tensor) -> Tensor:
-    """diffusers' cos and sin, (tokens, head_dim) with every number twice, as rows to route: (tokens, pairs, 2)."""
-    return torch.stack([cos[:, 0::2], sin[:, 1::2]], -1)
-
-
-def rotations_of_grids(rope: Any, grids: Sequence[Tensor]) -> Tensor:
-    """Rows to route by the rope of a model that takes pictures or videos: (tokens, pairs, 2); none of a batch of 0."""
-    of_each = [rotation_rows(*(of.flatten(0, -2) for of in rope(grid))) for grid in grids]
-    return torch.cat([rows[: len(rows) * len(grid)] for rows, grid in zip(of_each, grids, strict=True)])
-
-
-def clip_half(x: Tensor) -> Tensor:
-    """Clips float16 as diffusers' blocks do."""
-    return x.clip(-65504, 65504) if x.dtype == torch.float16 else x
 
 
 def unpatched(patches: Tensor, grid: Sequence[int], patch: Sequence[int], channels_first: bool) -> Tensor:

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from knapformer.adapters.adapter import clip_half
 from knapformer.adapters.drawn import random_mask
 from knapformer.adapters.joint import (
     NORM_OUT,
@@ -20,7 +19,7 @@ from knapformer.adapters.joint import (
     projected,
     rotations_of_ids,
 )
-from knapformer.adapters.packed import Home, Moved, Packed, PackedForward, RunBlock
+from knapformer.adapters.packed import Home, Moved, Packed, PackedForward, RunBlock, clip_half
 from knapformer.adapters.samples import Samples
 from knapformer.attention.packed_rows import gated_add, modulate
 

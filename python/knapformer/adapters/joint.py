@@ -13,8 +13,19 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from knapformer.adapters.adapter import Adapter, clip_half, expect, rotation_rows
-from knapformer.adapters.packed import Chunks, Home, Moved, OfSequences, Packed, Part, RunBlock, attend_by
+from knapformer.adapters.adapter import Adapter, expect
+from knapformer.adapters.packed import (
+    Chunks,
+    Home,
+    Moved,
+    OfSequences,
+    Packed,
+    Part,
+    RunBlock,
+    attend_by,
+    clip_half,
+    rotation_rows,
+)
 from knapformer.adapters.samples import Samples
 from knapformer.attention.kernels import PackedAttention
 from knapformer.attention.packed_rows import (

@@ -126,14 +126,14 @@ def _attend_to_each_other(
     def updated(x: Tensor, update: Tensor, kind: int) -> Tensor:
         return gated_add(x, update, tables[kind][4:] + beside[kind].crossing_gate, chunks.both[kind].of_crossing)
 
-    audio_read, audio_reads = modulated(block.video_to_audio_norm(audio), 0)
-    video_reads, video_read = modulated(block.audio_to_video_norm(video), 1)
-    of_audio = _queries(into_audio, audio_reads, turns_audio), *_keys(into_video, audio_read, turns_audio)
-    of_video = _queries(into_video, video_reads, turns_video), *_keys(into_audio, video_read, turns_video)
+    audio_keys, audio_queries = modulated(block.video_to_audio_norm(audio), 0)
+    video_queries, video_keys = modulated(block.audio_to_video_norm(video), 1)
+    of_audio = _queries(into_audio, audio_queries, turns_audio), *_keys(into_video, audio_keys, turns_audio)
+    of_video = _queries(into_video, video_queries, turns_video), *_keys(into_audio, video_keys, turns_video)
     heads, parts = zip(of_audio, of_video, strict=True), chunks.both[1].parts
     to_audio, to_video = parts_attention(into_audio, chunks.step, chunks.streams, parts, *heads, reads=(1, 0))
-    audio = updated(audio, _out(into_audio, audio_reads, to_audio.flatten(1)), 0)
-    return audio, updated(video, _out(into_video, video_reads, to_video.flatten(1)), 1)
+    audio = updated(audio, _out(into_audio, audio_queries, to_audio.flatten(1)), 0)
+    return audio, updated(video, _out(into_video, video_queries, to_video.flatten(1)), 1)
 
 
 def _feed_forward(block: Any, x: Tensor, rows: Sequence[Tensor], _: Beside, stream: Stream) -> Tensor:

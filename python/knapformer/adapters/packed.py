@@ -99,6 +99,22 @@ class Chunks(Packed):
         return Chunks(step=step, of_token=step.segments(x), rotation=rotation)
 
 
+def rotation_rows(cos: Tensor, sin: Tensor) -> Tensor:
+    """diffusers' cos and sin, (tokens, head_dim) with every number twice, as rows to route: (tokens, pairs, 2)."""
+    return torch.stack([cos[:, 0::2], sin[:, 1::2]], -1)
+
+
+def rotations_of_grids(rope: Any, grids: Sequence[Tensor]) -> Tensor:
+    """Rows to route by the rope of a model that takes pictures or videos: (tokens, pairs, 2); none of a batch of 0."""
+    of_each = [rotation_rows(*(of.flatten(0, -2) for of in rope(grid))) for grid in grids]
+    return torch.cat([rows[: len(rows) * len(grid)] for rows, grid in zip(of_each, grids, strict=True)])
+
+
+def clip_half(x: Tensor) -> Tensor:
+    """Clips float16 as diffusers' blocks do."""
+    return x.clip(-65504, 65504) if x.dtype == torch.float16 else x
+
+
 def attend_by(attn: nn.Module) -> Attend | None:
     """The function that computes the attention of this module by the backend that the user chose in diffusers
     (`set_attention_backend`); None: torch's, as the PackedStep does."""

@@ -110,7 +110,7 @@ def one_by_one(model: nn.Module, samples: Sequence[Sample]) -> tuple[list[Any], 
     """The model's own forward on each sample alone, and the gradients of the sum of their losses."""
     model = copy.deepcopy(model)
     adapter = find_model(model)[1]
-    outputs = [adapter.own(model, sample) for sample in samples]
+    outputs = [adapter.expected(model, sample) for sample in samples]
     torch.stack([sample_loss(output, sample) for output, sample in zip(outputs, samples, strict=True)]).sum().backward()
     return pytree.tree_map(torch.detach, outputs), gradients(model, samples)
 
@@ -179,7 +179,7 @@ def check(transformer: Any, *, ranks: int = 2, **fields: Any) -> str:
 
 def _memory(small: SmallModel) -> str:
     model, samples = small.make(), small.samples()
-    own = sum(_kept_bytes(model, partial(small.adapter.own, model, sample)) for sample in samples)
+    own = sum(_kept_bytes(model, partial(small.adapter.expected, model, sample)) for sample in samples)
     small.balance(model)
     packed, none = (_kept_bytes(model, partial(model, of)) for of in (samples, []))
     return f"{'kept for backward':<18} {packed / own:.2f} of its own calls' bytes; without samples {none / own:.2f}"
@@ -262,7 +262,7 @@ def _without_samples(model: Any) -> list[str]:
 def _passed_by(small: SmallModel) -> list[str]:
     """Modules with weights that the model's own calls go through, and a packed call neither does nor looks at."""
     model, samples = small.make(), small.samples()
-    own = _called_by(lambda: [small.adapter.own(model, sample) for sample in samples])
+    own = _called_by(lambda: [small.adapter.expected(model, sample) for sample in samples])
     small.balance(model)
     known = _called_by(partial(model, samples)) | {
         module for _, module in modules_in_parts(balanced(model).adapter, model)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from knapformer import ArgumentError
 from knapformer._torch import MaskTables
-from knapformer.adapters.adapter import Adapter, clip_half
-from knapformer.adapters.packed import Chunks, Home, Moved, OfSequences, Packed, Part, RunBlock
+from knapformer.adapters.adapter import Adapter
+from knapformer.adapters.packed import Chunks, Home, Moved, OfSequences, Packed, Part, RunBlock, clip_half
 from knapformer.adapters.samples import Samples, on_host
 from knapformer.attention import masked
 from knapformer.attention.packed_rows import TwoStreams, gated_add, modulate, rotation_of, rows_of_runs, to_device
@@ -82,7 +82,7 @@ class QwenImage21(Adapter):
     }
 
     @staticmethod
-    def own(model: Any, sample: Any) -> Tensor:
+    def expected(model: Any, sample: Any) -> Tensor:
         out: Tensor = model(**sample).sample
         _, is_kept, _ = _layout(sample["img_mask"], sample.get("encoder_hidden_states_mask"), sample["img_shapes"])
         return out * is_kept.unsqueeze(1)

@@ -55,7 +55,7 @@ class ZImage(JointAdapter):
     }
 
     @staticmethod
-    def own(model: Any, sample: Any) -> Tensor:
+    def expected(model: Any, sample: Any) -> Tensor:
         return model(**sample).sample[0]
 
     def check(self, model: Any) -> None:

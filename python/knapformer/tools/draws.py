@@ -45,7 +45,7 @@ class Source:
         else:
             refuse(args, ("--scale", "--max-text-tokens", *(["--seed"] if preset is None else [])), "--lengths")
             self.samples = read_batches(args.lengths) if preset is None else read_samples(args.lengths, preset, columns)
-            drawn = len(self.samples.steps[0]) if self.samples.steps else None
+            drawn = len(self.samples.batches[0]) if self.samples.batches else None
             if None not in (drawn, num_ranks) and drawn != num_ranks:
                 raise ArgumentError(f"--ranks: got {num_ranks}, expected {drawn}, as {args.lengths} has, or none")
             if drawn is None and num_ranks is None:
@@ -73,12 +73,12 @@ class Source:
             count = self._num_steps(in_first * micro_batches)
             batches = (self._of_mix(k, tokens) for k in range(count * micro_batches))
             return [list(itertools.islice(batches, micro_batches)) for _ in range(count)]
-        if not self.samples.steps:
+        if not self.samples.batches:
             rng, size = random.Random(self._args.seed), (self._args.batch_size or 1) * micro_batches
             count = self._num_steps(size * self.num_ranks)
             lengths = ([rng.choices(self.pool, k=size) for _ in range(self.num_ranks)] for _ in range(count))
             return [micro_batches_of_step(step, micro_batches) for step in lengths]
-        drawn = self.samples.steps
+        drawn = self.samples.batches
         steps = [drawn[i : i + micro_batches] for i in range(0, len(drawn) - micro_batches + 1, micro_batches)]
         for option, asked, most in (
             ("micro-batches", micro_batches, len(drawn)),

@@ -52,13 +52,13 @@ class BadRowError(Exception):
 class SampleFile:
     """What a file held.
 
-    lengths: in tokens, of each sample; a MaskedLength where the file gives it a mask. steps: lists of lengths,
-    [step][rank], where the file has batches as they were drawn. read_as: which columns are read as what. num_rows: how
+    lengths: in tokens, of each sample; a MaskedLength where the file gives it a mask. batches: lists of lengths,
+    [batch][rank], where the file has batches as they were drawn. read_as: which columns are read as what. num_rows: how
     many rows the file has, of which bad_rows are not used; first_bad names the first of these.
     """
 
     lengths: list[int] = field(default_factory=list)
-    steps: list[list[list[int]]] = field(default_factory=list)
+    batches: list[list[list[int]]] = field(default_factory=list)
     read_as: str = "tokens of a sample"
     num_rows: int = 0
     bad_rows: int = 0
@@ -161,31 +161,31 @@ def read_samples(path: str, preset: Preset | None, columns: Mapping[str, str] | 
         samples.num_rows = number
         try:
             if isinstance(value, list):
-                samples.steps.append(_step(value, samples, length_of))
-                samples.lengths += itertools.chain.from_iterable(samples.steps[-1])
+                samples.batches.append(_batch(value, samples, length_of))
+                samples.lengths += itertools.chain.from_iterable(samples.batches[-1])
             else:
                 samples.lengths.append(length_of(value))
         except BadRowError as error:
             samples.bad_rows += 1
             samples.first_bad = samples.first_bad or f"row {number}: {error}"
-    if not samples.lengths and not samples.steps:
+    if not samples.lengths and not samples.batches:
         raise ArgumentError(f"{path}: got no sample, expected at least one. {samples.left_out()}")
-    if samples.steps:
-        samples.read_as = f"tokens of the samples of each batch, as {len(samples.steps[0])} ranks drew it"
+    if samples.batches:
+        samples.read_as = f"tokens of the samples of each batch, as {len(samples.batches[0])} ranks drew it"
     elif known:
         samples.read_as = "; or ".join(dict.fromkeys(of.description() for of in known.values()))
     return samples
 
 
-def _step(step: list[Any], samples: SampleFile, length_of: Callable[[Any], int]) -> list[list[int]]:
+def _batch(batch: list[Any], samples: SampleFile, length_of: Callable[[Any], int]) -> list[list[int]]:
     """A batch as it was drawn: for each rank a list of lengths, or of objects."""
-    if not step or not all(isinstance(lens, list) for lens in step):
+    if not batch or not all(isinstance(lens, list) for lens in batch):
         raise BadRowError("got a list, expected a list of lengths for each rank")
-    if samples.steps and len(step) != len(samples.steps[0]):
-        raise BadRowError(f"got {len(step)} ranks, expected {len(samples.steps[0])}, as the first step has")
+    if samples.batches and len(batch) != len(samples.batches[0]):
+        raise BadRowError(f"got {len(batch)} ranks, expected {len(samples.batches[0])}, as the first batch has")
     checked: list[list[int]] = []
     try:
-        for lens in step:
+        for lens in batch:
             checked.append(list(map(length_of, lens)))
     except BadRowError as error:
         raise BadRowError(f"rank {len(checked)}: {error}") from None
@@ -214,7 +214,7 @@ def lengths_of(path: str) -> Sequence[int]:
 def read_batches(path: str) -> SampleFile:
     """Of a file that has batches as they were drawn. Raises ArgumentError, OSError."""
     samples = _all_of(path)
-    if not samples.steps or sum(len(lens) for step in samples.steps for lens in step) != len(samples.lengths):
+    if not samples.batches or sum(len(lens) for batch in samples.batches for lens in batch) != len(samples.lengths):
         raise ArgumentError(
             f"--lengths: {path}: got lengths without ranks, expected a list for each rank, or a list of such batches"
         )

@@ -156,7 +156,7 @@ def test_every_other_module_is_called_as_it_is(name: str) -> None:
         if not is_known and not isinstance(module, nn.ModuleList | nn.ModuleDict):
             module.__class__ = louder(type(module))
     samples = [case.sample(size, seed) for seed, size in enumerate(SIZES)]
-    expected = [case.adapter.own(model, sample) for sample in samples]
+    expected = [case.adapter.expected(model, sample) for sample in samples]
     for prediction, output in zip(case.balance(model)(samples), expected, strict=True):
         assert relative_error(prediction, output) <= 1e-5
 

@@ -33,7 +33,7 @@ def test_a_controlnet_trains() -> None:
     controlnet = FluxControlNetModel(num_layers=2, num_single_layers=1, **fields)
     init_weights(controlnet)
     expected, model = copy.deepcopy(controlnet), CASE.make().requires_grad_(False)
-    losses = [sample_loss(CASE.adapter.own(model, sample), sample) for sample in controlled(expected)]
+    losses = [sample_loss(CASE.adapter.expected(model, sample), sample) for sample in controlled(expected)]
     torch.stack(losses).sum().backward()
 
     knapformer.balance(model, controls={"controlnet_block_samples": 2, "controlnet_single_block_samples": 1})

@@ -49,7 +49,7 @@ def test_inputs_of_other_dtypes_are_those_of_diffusers(case: str, name: str, dty
         for sample in samples:
             sample["txt_ids"], sample["img_ids"] = sample["txt_ids"].to(dtype), sample["img_ids"].to(dtype)
     model = CASES[case].make()
-    expected = [CASES[case].adapter.own(model, sample) for sample in samples]
+    expected = [CASES[case].adapter.expected(model, sample) for sample in samples]
     for prediction, output in zip(knapformer.balance(model)(samples), expected, strict=True):
         assert relative_error(prediction, output) <= 1e-5
 

@@ -132,7 +132,7 @@ def test_wrong_input_is_one_line_and_status_2(
         (b'[[1], ["' + b"x" * 100_000 + b'"]]', "', expected an integer"),
         (b"[[1], [2.5]]", "rank 1: length: got 2.5, expected an integer"),
         (b"[[NaN], [1]]", "rank 0: length: got nan"),
-        (b"[[[1], [2]], [[3]]]", "got 1 ranks, expected 2, as the first step has"),
+        (b"[[[1], [2]], [[3]]]", "got 1 ranks, expected 2, as the first batch has"),
         (b"[[1], [1], [1]]", "topology: got 'g2n1'"),
     ],
 )

@@ -11,8 +11,9 @@ import pytest
 import torch
 from knapformer.adapters.named import build_model, load_config, random_batch
 from knapformer.calibration import FixedCost
+from knapformer.tools.baselines import static_sharing
 from knapformer.tools.cli import _parser, main
-from knapformer.tools.doctor.alternatives import alternatives, gain, ranked, sharing, simulate, static_sharing
+from knapformer.tools.doctor.alternatives import alternatives, gain, ranked, sharing, simulate
 from knapformer.tools.doctor.memory import MemoryModel
 from knapformer.tools.draws import Source
 from knapformer.tools.model_presets import PRESETS

@@ -157,7 +157,7 @@ def test_every_format_is_read(tmp_path):
     for path in files:
         samples = read_samples(str(path), None)
         assert list(samples.lengths) == lengths, path.name
-        assert samples.steps == ([[[5], [70]], [[900, 12], []]] if path.stem == "steps" else []), path.name
+        assert samples.batches == ([[[5], [70]], [[900, 12], []]] if path.stem == "steps" else []), path.name
 
 
 @pytest.mark.parametrize(("name", "heading"), [("a.csv", "num_tokens\r\n"), ("a.txt", ""), ("a.csv", "")])

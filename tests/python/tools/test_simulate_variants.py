@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from knapformer.adapters.named import load_config
 from knapformer.tools.settings import trained_model
-from knapformer.tools.simulate.results import Measured, Variant, figures, sentences
+from knapformer.tools.simulate.output import Measured, Variant, figures, sentences
 from knapformer.tools.simulate.variants import Simulation, StepData, VariantStep, batches_of
 from knapformer.tools.simulate.worker import balancer_of
 from knapformer.tools.ways import NO_BALANCER, PLANNED_STEP, OptimizerStep, PlanCost

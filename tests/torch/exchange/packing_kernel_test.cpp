@@ -11,7 +11,7 @@
 #include <numeric>
 #include <random>
 
-#include "knapformer/torch/exchange/wire.h"
+#include "knapformer/torch/exchange/exchange_buffer.h"
 #include "tests/core/cases.h"
 #include "tests/torch/exchange/tables.h"
 
@@ -33,7 +33,7 @@ using Outputs = std::vector<std::vector<at::Tensor>>;  // by rank
 Outputs exchange_between(const std::vector<RankInputs>& ranks, HeadCounts heads, ExchangeEngine engine) {
   std::vector<ExchangeArguments> given;  // calls read its tables
   given.reserve(ranks.size());
-  std::vector<std::unique_ptr<ExchangeCall>> calls;
+  std::vector<std::unique_ptr<ExchangeBuffer>> calls;
   for (const RankInputs& inputs : ranks) {
     ExchangeArguments& arguments = given.emplace_back(ExchangeArguments{.heads = heads, .call = "test"});
     Tensors tensors;
@@ -43,7 +43,7 @@ Outputs exchange_between(const std::vector<RankInputs>& ranks, HeadCounts heads,
           {.table = segment.inverse ? table.inverse() : table, .roles = segment.roles, .sharing = segment.sharing});
       tensors.insert(tensors.end(), segment.tensors.begin(), segment.tensors.end());
     }
-    calls.push_back(std::make_unique<ExchangeCall>(tensors, arguments));
+    calls.push_back(std::make_unique<ExchangeBuffer>(tensors, arguments));
     calls.back()->wire().fill_(0xee);
     calls.back()->pack();
     calls.back()->move_own();
@@ -145,7 +145,7 @@ TEST(WireLayout, NarrowColumnsDoNotNarrowTheWordsOfWideOnes) {
       arguments.add(packed[1], 1);
       const Tensors tensors = {at::empty({tokens, 64}, at::kBFloat16), at::empty({tokens, 3}, at::kInt),
                                at::empty({tokens}, at::kBool), at::empty({sequences, 3}, at::kFloat)};
-      const ExchangeCall call(tensors, arguments);
+      const ExchangeBuffer call(tensors, arguments);
       const std::span<const Segment> segments = call.segments();
       for (const std::vector<WireBlock>& blocks : {call.sent_blocks(), call.received_blocks()}) {
         for (const WireBlock& block : blocks) {

@@ -153,7 +153,8 @@ double PlacementTrees::slowest() const {
 }
 
 bool PlacementTrees::keeps_limit() const {
-  for (int32_t v = 0; v < num_nodes() && max_tokens_per_rank_ > 0; ++v) {
+  if (max_tokens_per_rank_ == 0) return true;
+  for (int32_t v = 0; v < num_nodes(); ++v) {
     if (state(v).subtree_tokens > static_cast<double>(max_tokens_per_rank_) * node(v).degree) return false;
   }
   return true;
@@ -165,7 +166,7 @@ void PlacementTrees::clear() {
 }
 
 void PlacementTrees::put(std::span<const int32_t> node_of_item) {
-  clear();
+  for (State& state : states_) state = {};
   for (size_t i = 0; i < node_of_item.size(); ++i) add(items_[i], node_of_item[i]);
   update_all();
 }
@@ -180,16 +181,11 @@ void PlacementTrees::update_bag(int32_t bag) {
   for (int32_t v = end - 1; v >= roots_[b]; --v) update(v);
 }
 
-int32_t PlacementTrees::top_of_group(int32_t v) const {
-  int32_t top = v;
+double PlacementTrees::group_time(int32_t v) const {
+  int32_t top = v;  // the largest group around v that holds a sequence
   for (int32_t x = node(v).parent; x >= 0; x = node(x).parent) {
     if (state(x).num_sequences > 0) top = x;
   }
-  return top;
-}
-
-double PlacementTrees::group_time(int32_t v) const {
-  const int32_t top = top_of_group(v);
   return node(top).head_start + state(top).max_token_time + attention_phase(state(top)) + node(top).latency;
 }
 

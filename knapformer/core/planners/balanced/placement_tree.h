@@ -51,8 +51,9 @@ struct TreeItem {
 
 class PlacementTrees {
  public:
-  /// The number of nodes above a node whose exchanges are kept apart; deeper bags reuse the last place.
-  static constexpr int32_t kMaxAbove = 5;
+  /// The number of nodes above a node whose exchanges are kept apart. In deeper bags even whole sequences seem to be
+  /// exchanged, by the lowest groups.
+  static constexpr int32_t kMaxAbove = 8;
 
   struct Node {
     // Constant, except for the limit of tokens.
@@ -185,8 +186,6 @@ class PlacementTrees {
     x *= x;
     return x * x;
   }
-  /// The largest group that holds a sequence and contains v, or v if there is none.
-  int32_t top_of_group(int32_t v) const;
   /// The attention and the exchange of a connected group, without the part that is hidden.
   double attention_phase(const State& group) const;
   void change(const TreeItem& item, int32_t v, double sign);

@@ -9,7 +9,7 @@
 #include "knapformer/core/cost/step_time.h"
 #include "knapformer/core/planners/balanced/anneal.h"
 #include "knapformer/core/planners/balanced/branch_and_bound.h"
-#include "knapformer/core/planners/balanced/construct.h"
+#include "knapformer/core/planners/balanced/choose_groups.h"
 #include "knapformer/core/planners/balanced/locality.h"
 #include "knapformer/core/planners/balanced/uneven_chunks.h"
 #include "knapformer/core/planners/greedy/greedy.h"
@@ -97,15 +97,15 @@ class ReplicaSolver {
       if (is_flat && is_best) return best;
       if (is_flat) break;  // a bag is one group, whatever the degree
     }
-    Construction construction(trees_);
+    GroupChooser chooser(trees_);
     // Times the bound. With kNear = 1 steps miss goals by 0.1 %, with 1.005 planning 256 ranks takes 1.5 times as long.
     // Without kFar plans on slow links take 35 % longer; half or double its margin: as long.
     constexpr double kNear = 1.01, kFar = 1.05;
     // Half: up to 44 % slower on slow links at low effort, 2 % at default; double: 0.3 % either way.
     const int32_t num_targets = effort_.moves == Effort::kLow ? 3 : 4;
-    if (!is_good()) consider(construction.place_under_targets(Construction::Sharing::kToFit, bound_, num_targets));
+    if (!is_good()) consider(chooser.place_under_targets(GroupChooser::Sharing::kToFit, bound_, num_targets));
     if (best_time > kFar * bound_)
-      consider(construction.place_under_targets(Construction::Sharing::kLeast, bound_, num_targets));
+      consider(chooser.place_under_targets(GroupChooser::Sharing::kLeast, bound_, num_targets));
     options.shares_least_first = best_time <= kNear * bound_;
     improve(trees_, best, options);
     if (trees_.enforces_limit() && trees_.slowest() > options.good_enough) {
@@ -113,7 +113,7 @@ class ReplicaSolver {
       // there. Half or twice as hot makes plans of a limit 0.2 % faster; as hot as others, it keeps fewer limits.
       best_time = trees_.slowest();
       std::vector<int32_t> spread;
-      construction.place_all(0, Construction::Sharing::kMost, spread);
+      chooser.place_all(0, GroupChooser::Sharing::kMost, spread);
       SearchOptions hot = options;
       hot.shares_least_first = true;  // and a second round that is not hot
       hot.first_temperature = 32;

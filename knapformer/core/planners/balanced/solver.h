@@ -2,8 +2,8 @@
 //
 // For each replica, by itself:
 //   1. lower bound        cost/bounds.h
-//   2. construct          longest first in flat bags of each degree, or the best placement of few sequences
-//                         (branch_and_bound.h); construct.h, under a few target times
+//   2. choose groups      longest first in flat bags of each degree, or the best placement of few sequences
+//                         (branch_and_bound.h); choose_groups.h, under a few target times
 //   3. anneal             anneal.h, from the best of them; once more where they exceed the limit of tokens
 // Then, for all: equal sequences trade places so that more tokens stay at home (locality.h), and shared sequences are
 // cut into uneven chunks.

@@ -25,7 +25,7 @@ class BagChunks {
     first_rank_ = bag.first_rank.value;
     const auto num_ranks = static_cast<size_t>(bag.num_ranks);
     tokens_.assign(num_ranks, 0);
-    limits_.assign(num_ranks, 0);
+    rooms_.assign(num_ranks, 0);
     group_tokens_.clear();
     for (const int32_t degree : degrees) group_tokens_.emplace_back(num_ranks / static_cast<size_t>(degree), 0);
     for (const int32_t id : ids) {
@@ -34,7 +34,7 @@ class BagChunks {
       group_tokens_[k][(place.first_rank.value - first_rank_) / place.degree] += input_.seq_lens[SequenceId(id)];
     }
     set_levels(bag);
-    set_limits(degrees);
+    set_rooms(degrees);
     // Small groups first: how much room a group needs does not depend on how the smaller groups inside it were filled,
     // and larger groups take the room that is left.
     const auto group_of = [&](int32_t id) { return std::pair(placements_[id].degree, placements_[id].first_rank); };
@@ -70,7 +70,7 @@ class BagChunks {
 
   /// Sets the most tokens that each rank may hold: its room at the lowest level at which every group's tokens fit its
   /// ranks.
-  void set_limits(std::span<const int32_t> degrees) {
+  void set_rooms(std::span<const int32_t> degrees) {
     // Tokens of each group, with those of the groups inside it.
     std::vector<std::vector<int64_t>> below = group_tokens_;
     for (size_t k = 1; k < degrees.size(); ++k) {
@@ -79,12 +79,13 @@ class BagChunks {
     }
     // A connected group is the largest group with tokens. A rank that is in none is alone, and holds only whole
     // sequences.
-    for (size_t r = 0; r < limits_.size();) {
+    for (size_t r = 0, size; r < rooms_.size(); r += size) {
       size_t top = 0;
       for (size_t k = 0; k < degrees.size(); ++k) {
         if (group_tokens_[k][r / static_cast<size_t>(degrees[k])] > 0) top = k;
       }
-      const auto size = static_cast<size_t>(degrees[top]);
+      size = static_cast<size_t>(degrees[top]);
+      if (size == 1) continue;
       const auto fits = [&](int64_t level) {
         for (size_t k = 0; k <= top; ++k) {
           const auto degree = static_cast<size_t>(degrees[k]);
@@ -107,15 +108,14 @@ class BagChunks {
           const int64_t middle = low + (high - low) / 2;
           (fits(middle) ? high : low) = middle;
         }
-        for (size_t i = r; i < r + size; ++i) limits_[i] = room_at(high, i);
+        for (size_t i = r; i < r + size; ++i) rooms_[i] = room_at(high, i);
       } else {  // the limit of tokens cannot be kept: the caller reports it
-        std::fill_n(limits_.begin() + static_cast<std::ptrdiff_t>(r), size, bag_tokens_);
+        std::fill_n(rooms_.begin() + static_cast<std::ptrdiff_t>(r), size, bag_tokens_);
       }
-      r += size;
     }
   }
 
-  /// Spreads the sequences of one group over its ranks: the emptiest first, within the limits.
+  /// Spreads the sequences of one group over its ranks: the emptiest first, within their rooms.
   void fill(const Placement& group, std::span<const int32_t> ids) {
     const auto first = static_cast<size_t>(group.first_rank.value - first_rank_);
     const auto size = static_cast<size_t>(group.degree);
@@ -127,7 +127,7 @@ class BagChunks {
       return;
     }
     const auto share_at = [&](int64_t level, size_t i) {
-      return std::max<int64_t>(0, std::min(tokens_at(level, i), limits_[i]) - tokens_[i]);
+      return std::max<int64_t>(0, std::min(tokens_at(level, i), rooms_[i]) - tokens_[i]);
     };
     const auto sum_at = [&](int64_t level) {
       int64_t sum = 0;
@@ -182,7 +182,7 @@ class BagChunks {
   std::vector<double> speeds_;  // of each rank of the bag, the fastest 1
   double levels_per_token_ = 1;
   std::vector<int64_t> tokens_;  // of each rank of the bag, so far
-  std::vector<int64_t> limits_;
+  std::vector<int64_t> rooms_;
   std::vector<std::vector<int64_t>> group_tokens_;  // by degree, then group
   std::vector<int64_t> shares_;
 };
@@ -200,11 +200,6 @@ std::vector<int64_t> uneven_chunk_lens(const PlanInput& input, std::span<const P
   for (int32_t b = 0; b < num_bags; ++b) {
     const Bag& bag = input.topology.bag(BagId(b));
     const std::span<const int32_t> in_bag = by_bag.of(b);
-    const auto is_whole = [&](int32_t id) { return placements[id].degree == 1; };
-    if (std::all_of(in_bag.begin(), in_bag.end(), is_whole)) {
-      for (const int32_t id : in_bag) chunk_lens[chunk_offsets[id]] = input.seq_lens[SequenceId(id)];
-      continue;
-    }
     cutter.cut(bag, input.topology.shapes()[bag.shape].degrees, {in_bag.begin(), in_bag.end()});
   }
   return chunk_lens;

@@ -9,14 +9,14 @@
 #include "knapformer/core/cost/bounds.h"
 #include "knapformer/core/cost/step_time.h"
 #include "knapformer/core/planners/balanced/anneal.h"
-#include "knapformer/core/planners/balanced/construct.h"
+#include "knapformer/core/planners/balanced/choose_groups.h"
 #include "knapformer/core/planners/balanced/placement_tree.h"
 #include "knapformer/core/util/error.h"
 
 namespace knapformer {
 namespace {
 
-using Sharing = Construction::Sharing;
+using Sharing = GroupChooser::Sharing;
 
 /// The times up to which the ranks of each micro-batch are filled.
 struct Levels {
@@ -44,7 +44,7 @@ class Packer {
     const double target_s = std::ranges::max(levels.levels_s) + levels.margin_s;
     for (size_t r = 0; r < trees_.size(); ++r) {
       trees_[r].set_levels(levels.levels_s);
-      Construction(trees_[r]).place_all(target_s / trees_[r].unit_s(), levels.sharing, nodes_[r]);
+      GroupChooser(trees_[r]).place_all(target_s / trees_[r].unit_s(), levels.sharing, nodes_[r]);
     }
     return packing(levels.levels_s);
   }

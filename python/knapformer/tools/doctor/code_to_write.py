@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from knapformer.tools.doctor.alternatives import Alternative
+from knapformer.tools.baselines import Alternative
 from knapformer.tools.model_presets import Preset
 from knapformer.tools.rank_lengths import has_masks
 from knapformer.tools.ways import DrawnSteps

@@ -8,8 +8,9 @@ from typing import Any
 
 from knapformer import ArgumentError, Cluster
 from knapformer.tools import cli_args, settings
+from knapformer.tools.baselines import baselines
 from knapformer.tools.cli_args import add
-from knapformer.tools.doctor.alternatives import Result, alternatives, baselines, ranked, sharing, simulate
+from knapformer.tools.doctor.alternatives import Result, alternatives, ranked, sharing, simulate
 from knapformer.tools.doctor.findings import Findings
 from knapformer.tools.doctor.memory import DEVICE_GIB, MemoryModel
 from knapformer.tools.doctor.verdict import decide
@@ -84,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         args, model=preset.trained_model(), own_fixed=True, d_model=args.d_model or preset.d_model, effort="low"
     )
     source = Source(args, args.ranks, preset, args.columns)
-    if (args.data is not None or source.samples.steps) and args.batch_size is not None:
+    if (args.data is not None or source.samples.batches) and args.batch_size is not None:
         stating = args.lengths if args.data is None else "--data"
         raise ArgumentError(
             f"--batch-size: got {args.batch_size}, expected none: {stating} states what each rank draws"

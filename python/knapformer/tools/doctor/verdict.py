@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from knapformer.tools.doctor.alternatives import Alternative, Result, gain, simulate
+from knapformer.tools.baselines import Alternative
+from knapformer.tools.doctor.alternatives import Result, gain, simulate
 from knapformer.tools.ways import DrawnSteps
 
 WORTH = 0.03  # a gain below this is none

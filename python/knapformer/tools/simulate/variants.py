@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from knapformer import ArgumentError, DataMix, Plan, Sample
 from knapformer.adapters.named import ModelConfig
-from knapformer.tools.doctor.alternatives import Alternative, baselines
+from knapformer.tools.baselines import Alternative, baselines
 from knapformer.tools.rank_lengths import Lengths
 from knapformer.tools.ways import (
     NO_BALANCER,

@@ -26,7 +26,7 @@ from knapformer.tools.files import Progress
 from knapformer.tools.measure.blocks import sharded_model
 from knapformer.tools.measure.environment import default_dtype, environment
 from knapformer.tools.measure.timing import synchronize
-from knapformer.tools.simulate.results import Measured, Variant, report
+from knapformer.tools.simulate.output import Measured, Variant, report
 from knapformer.tools.simulate.variants import SeededSample, Simulation
 
 

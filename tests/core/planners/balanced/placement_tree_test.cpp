@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <string>
 #include <vector>
 
 #include "knapformer/core/cost/step_time.h"
@@ -35,6 +36,28 @@ TEST(PlacementTrees, AGroupTakesNoLongerThanTheClockSays) {
     }
   }
   EXPECT_LE(clock_sum, predicted_sum * 1.025);
+}
+
+TEST(PlacementTrees, WholeSequencesOfDeepBagsExchangeNothing) {
+  for (const std::string degrees : {"8/4/2/1", "32/16/8/4/2/1", "128/64/32/16/8/4/2/1"}) {
+    const Topology topology = Topology::parse("g" + degrees + "n1");
+    const int32_t num_ranks = topology.num_ranks();
+    std::vector<std::vector<int64_t>> lens(static_cast<size_t>(num_ranks), {20'000});
+    std::vector<Placement> placements;
+    for (int32_t rank = 0; rank < num_ranks; ++rank) {
+      placements.push_back(at(0, rank, 1));
+      if (rank % 2 == 0) {
+        lens[rank].push_back(20'000);
+        placements.push_back(at(0, rank, 2));
+      }
+    }
+    const PlanInput in = lengths_in(lens, topology.str(), 3072);
+    PlacementTrees trees(in, 0);
+    for (const TreeItem& item : trees.items()) trees.add(item, trees.node_of(placements[item.id.index()]));
+    trees.update_all();
+    const MicroBatchPlan plan(in, "any", placements, uneven_chunk_lens(in, placements));
+    EXPECT_NEAR(trees.slowest() * trees.unit_s() / max_block_s(plan), 1, 0.002) << degrees;
+  }
 }
 
 }  // namespace

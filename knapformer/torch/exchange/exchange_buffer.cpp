@@ -1,4 +1,4 @@
-#include "knapformer/torch/exchange/wire.h"
+#include "knapformer/torch/exchange/exchange_buffer.h"
 
 #include <ATen/OpMathType.h>
 #include <ATen/ops/empty.h>
@@ -83,7 +83,7 @@ ColumnRuns SegmentEnd::columns_of(const Slot& slot, int32_t peer) const {
   return runs;
 }
 
-ExchangeCall::ExchangeCall(at::TensorList tensors, const ExchangeArguments& arguments)
+ExchangeBuffer::ExchangeBuffer(at::TensorList tensors, const ExchangeArguments& arguments)
     : first_table_(arguments.segments.at(0).table), device_(tensors.at(0).device()), label_(arguments.label()) {
   segments_.reserve(arguments.segments.size());  // slots point into it
   size_t next = 0;
@@ -107,8 +107,8 @@ ExchangeCall::ExchangeCall(at::TensorList tensors, const ExchangeArguments& argu
   allocate_wire();
 }
 
-void ExchangeCall::add_slot(Segment& segment, const at::Tensor& tensor, HeadRole role, const HeadSharing& sharing,
-                            size_t number) {
+void ExchangeBuffer::add_slot(Segment& segment, const at::Tensor& tensor, HeadRole role, const HeadSharing& sharing,
+                              size_t number) {
   const HeadPartition& heads = *segment.heads;
   const HeadShares* shares = role == HeadRole::kNone    ? nullptr
                              : role == HeadRole::kQuery ? &heads.query
@@ -142,8 +142,8 @@ void ExchangeCall::add_slot(Segment& segment, const at::Tensor& tensor, HeadRole
   slot.input_stride_bytes = slot.input.size(0) > 1 ? slot.input.stride(0) * item_bytes : slot.input_row_bytes;
 }
 
-int64_t ExchangeCall::add_peer(std::vector<WireBlock>& blocks, SegmentEnd Segment::*end, int32_t peer,
-                               int64_t first_byte) {
+int64_t ExchangeBuffer::add_peer(std::vector<WireBlock>& blocks, SegmentEnd Segment::*end, int32_t peer,
+                                 int64_t first_byte) {
   for (Segment& segment : segments_) {
     for (Slot& slot : segment.slots) {
       const WireBlock& block = blocks.emplace_back(WireBlock{.segment = &segment,
@@ -160,7 +160,7 @@ int64_t ExchangeCall::add_peer(std::vector<WireBlock>& blocks, SegmentEnd Segmen
   return first_byte;
 }
 
-void ExchangeCall::allocate_wire() {
+void ExchangeBuffer::allocate_wire() {
   int64_t next_byte = 0;
   for (auto* blocks : {&sent_blocks_, &received_blocks_}) {
     blocks->reserve(static_cast<size_t>(num_slots_) * static_cast<size_t>(num_peers()));
@@ -183,7 +183,7 @@ void ExchangeCall::allocate_wire() {
   wire_ = at::empty({next_byte}, at::TensorOptions().dtype(at::kByte).device(device_));
 }
 
-void ExchangeCall::add_wire_copies(Copies& copies, const WireBlock& block) const {
+void ExchangeBuffer::add_wire_copies(Copies& copies, const WireBlock& block) const {
   const Rows rows = rows_of(*block.slot, *block.end, block.peer);
   const Rows wire{.first = static_cast<std::byte*>(wire_.mutable_data_ptr()) + block.first_byte,
                   .stride = block.row_bytes};
@@ -198,7 +198,7 @@ void ExchangeCall::add_wire_copies(Copies& copies, const WireBlock& block) const
   }
 }
 
-void ExchangeCall::add_own(Copies& copies) {
+void ExchangeBuffer::add_own(Copies& copies) {
   for (Segment& segment : segments_) {
     for (Slot& slot : segment.slots) slot.output = at::empty(slot.output_shape, slot.input.options());
   }
@@ -210,7 +210,7 @@ void ExchangeCall::add_own(Copies& copies) {
 
 /// What arrived in a block. The sum begins as zeros. It is taken in float32 for half types, in one fixed order (this
 /// rank's own, then by peer), so that a run gives the same bits each time.
-void ExchangeCall::add_to_sum(const WireBlock& block) const {
+void ExchangeBuffer::add_to_sum(const WireBlock& block) const {
   const SegmentEnd& recv = *block.end;
   Slot& slot = *block.slot;
   if (!slot.sum.defined()) {
@@ -240,7 +240,7 @@ void ExchangeCall::add_to_sum(const WireBlock& block) const {
   }
 }
 
-void ExchangeCall::pack() {
+void ExchangeBuffer::pack() {
   Copies copies;
   for (const WireBlock& block : sent_blocks_) {
     if (block.peer != this_peer()) add_wire_copies(copies, block);
@@ -249,14 +249,14 @@ void ExchangeCall::pack() {
   copies.run(engine(), wire_);
 }
 
-void ExchangeCall::move_own() {
+void ExchangeBuffer::move_own() {
   if (engine() == ExchangeEngine::kKernel) return;
   Copies copies;
   add_own(copies);
   copies.run(engine(), wire_);
 }
 
-std::vector<at::Tensor> ExchangeCall::unpack() {
+std::vector<at::Tensor> ExchangeBuffer::unpack() {
   Copies copies;
   for (const WireBlock& block : received_blocks_) {
     if (block.sums()) {

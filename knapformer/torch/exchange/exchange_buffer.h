@@ -93,13 +93,13 @@ struct WireBlock {
   bool sums() const { return segment->sums(*slot); }
 };
 
-class ExchangeCall {
+class ExchangeBuffer {
  public:
   /// Throws ArgumentError where the tensors do not fit the tables. Lays out and allocates the buffer. Refers to the
   /// arguments.
-  ExchangeCall(at::TensorList tensors, const ExchangeArguments& arguments);
-  ExchangeCall(const ExchangeCall&) = delete;  // blocks point into segments
-  ExchangeCall& operator=(const ExchangeCall&) = delete;
+  ExchangeBuffer(at::TensorList tensors, const ExchangeArguments& arguments);
+  ExchangeBuffer(const ExchangeBuffer&) = delete;  // blocks point into segments
+  ExchangeBuffer& operator=(const ExchangeBuffer&) = delete;
 
   /// Before the all-to-all. Where the packing kernel does it, this rank's own rows are copied in the same launch.
   void pack();

@@ -1,4 +1,4 @@
-#include "knapformer/core/planners/balanced/construct.h"
+#include "knapformer/core/planners/balanced/choose_groups.h"
 
 #include <algorithm>
 #include <cmath>
@@ -9,7 +9,7 @@
 
 namespace knapformer {
 
-Construction::Construction(PlacementTrees& trees) : trees_(trees) {
+GroupChooser::GroupChooser(PlacementTrees& trees) : trees_(trees) {
   constexpr double kOneSpeed = 1.05;
   const auto load = [&](int32_t v) { return trees.node(v).load_per_token; };
   // Where a limit may keep sequences out of the micro-batch with the most time left, each micro-batch has its own
@@ -36,14 +36,14 @@ Construction::Construction(PlacementTrees& trees) : trees_(trees) {
   first_queue_.push_back(queues_.size());
 }
 
-void Construction::refresh_bag_of(int32_t v) {
+void GroupChooser::refresh_bag_of(int32_t v) {
   const int32_t bag = trees_.node(v).bag;
   if (!is_stale_[bag]) return;
   is_stale_[bag] = 0;
   trees_.update_bag(bag);
 }
 
-bool Construction::place_alone(const TreeItem& item, int32_t v) {
+bool GroupChooser::place_alone(const TreeItem& item, int32_t v) {
   const PlacementTrees::Node& n = trees_.node(v);
   if (n.num_children > 0 || n.parent < 0) return false;
   for (int32_t x = n.parent; x >= 0; x = trees_.node(x).parent) {
@@ -57,12 +57,12 @@ bool Construction::place_alone(const TreeItem& item, int32_t v) {
   return true;
 }
 
-bool Construction::has_room(int32_t v) const {
+bool GroupChooser::has_room(int32_t v) const {
   while (v >= 0 && trees_.state(v).subtree_tokens <= trees_.node(v).token_capacity) v = trees_.node(v).parent;
   return v < 0;
 }
 
-double Construction::occupancy(int32_t v) const {
+double GroupChooser::occupancy(int32_t v) const {
   const double load = trees_.load(v);
   const PlacementTrees::Node& n = trees_.node(v);
   if (!std::isfinite(n.token_capacity)) return load;
@@ -72,7 +72,7 @@ double Construction::occupancy(int32_t v) const {
   return std::max(load, n.head_start + (target_ - n.head_start) * tokens / n.token_capacity);
 }
 
-int32_t Construction::freest(Queue& queue) {
+int32_t GroupChooser::freest(Queue& queue) {
   while (true) {
     const int32_t v = queue.nodes[queue.occupancy.winner()];
     if (trees_.node(v).num_children > 0) refresh_bag_of(v);
@@ -83,7 +83,7 @@ int32_t Construction::freest(Queue& queue) {
   }
 }
 
-int32_t Construction::freest_for(const TreeItem& item, size_t k) {
+int32_t GroupChooser::freest_for(const TreeItem& item, size_t k) {
   const size_t first = first_queue_[k], last = first_queue_[k + 1];
   if (last - first == 1) return freest(queues_[first]);
   int32_t best = -1;
@@ -99,7 +99,7 @@ int32_t Construction::freest_for(const TreeItem& item, size_t k) {
   return best;
 }
 
-int32_t Construction::place(const TreeItem& item) {
+int32_t GroupChooser::place(const TreeItem& item) {
   const size_t num_degrees = trees_.degrees().size();
   checks_.count(256 * static_cast<int64_t>(num_degrees));
   int32_t best = -1;
@@ -128,7 +128,7 @@ int32_t Construction::place(const TreeItem& item) {
   return best;
 }
 
-double Construction::place_all(double target, Sharing sharing, std::vector<int32_t>& node_of_item) {
+double GroupChooser::place_all(double target, Sharing sharing, std::vector<int32_t>& node_of_item) {
   target_ = sharing == Sharing::kMost ? 0 : target;
   sharing_ = sharing;
   trees_.clear();
@@ -140,7 +140,7 @@ double Construction::place_all(double target, Sharing sharing, std::vector<int32
   return trees_.slowest();
 }
 
-std::vector<int32_t> Construction::place_under_targets(Sharing sharing, double bound, int32_t num_targets) {
+std::vector<int32_t> GroupChooser::place_under_targets(Sharing sharing, double bound, int32_t num_targets) {
   std::vector<int32_t> best, trial;
   double best_time = kInfinity;
   double low = 0, high = 0;  // margins: missed, met

@@ -16,9 +16,9 @@
 
 namespace knapformer {
 
-class Construction {
+class GroupChooser {
  public:
-  explicit Construction(PlacementTrees& trees);
+  explicit GroupChooser(PlacementTrees& trees);
 
   /// Which sequences are shared: those with which no smaller group keeps the target; those that exceed it alone, or the
   /// limit of tokens in any smaller group; or all, by as many ranks as can be, whatever the target.
