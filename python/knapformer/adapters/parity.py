@@ -157,8 +157,7 @@ def check(transformer: Any, *, ranks: int = 2, **fields: Any) -> str:
         every program that starts processes, a script calls this under `if __name__ == "__main__":`.
     fields: of the small model's configuration, in place of those of `Adapter.small`.
 
-    Returns a report, with what is kept for the backward pass, beside the model's own calls. Raises StateError with what
-    differs; ArgumentError where the class has no adapter.
+    Returns a report. Raises StateError with what differs; ArgumentError where the class has no adapter.
     """
     if ranks not in _TOPOLOGIES:
         raise ArgumentError(f"ranks: got {ranks!r}, expected one of {', '.join(map(str, _TOPOLOGIES))}")
@@ -174,28 +173,7 @@ def check(transformer: Any, *, ranks: int = 2, **fields: Any) -> str:
     report = "\n".join([f"{model_class.__name__}, packed, against its own forward", *lines])
     if any(found.values()):
         raise StateError(report)
-    return f"{report}\n{_memory(small)}"
-
-
-def _memory(small: SmallModel) -> str:
-    model, samples = small.make(), small.samples()
-    own = sum(_kept_bytes(model, partial(small.adapter.expected, model, sample)) for sample in samples)
-    small.balance(model)
-    packed, none = (_kept_bytes(model, partial(model, of)) for of in (samples, []))
-    return f"{'kept for backward':<18} {packed / own:.2f} of its own calls' bytes; without samples {none / own:.2f}"
-
-
-def _kept_bytes(model: nn.Module, call: Callable[[], Any]) -> int:
-    """Of the memory that a call's graph holds, beside parameters."""
-    held: dict[int, int] = {parameter.untyped_storage().data_ptr(): 0 for parameter in model.parameters()}
-
-    def keep(tensor: Tensor) -> Tensor:
-        held.setdefault(tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        outputs = call()  # noqa: F841  (holds the graph, so that no memory is taken twice)
-    return sum(held.values())
+    return report
 
 
 def _found(small: SmallModel, ranks: int) -> dict[str, list[str]]:
@@ -264,9 +242,8 @@ def _passed_by(small: SmallModel) -> list[str]:
     model, samples = small.make(), small.samples()
     own = _called_by(lambda: [small.adapter.expected(model, sample) for sample in samples])
     small.balance(model)
-    known = _called_by(partial(model, samples)) | {
-        module for _, module in modules_in_parts(balanced(model).adapter, model)
-    }
+    in_parts = {module for _, module in modules_in_parts(balanced(model).adapter, model)}
+    known = _called_by(partial(model, samples)) | in_parts
     passed_by = {module for module in own - known if next(module.parameters(), None) is not None}
     names = [name for name, module in model.named_modules() if module in passed_by]
     expected = "a call, or Adapter.in_parts of the model or a block in Adapter.blocks or refiners"

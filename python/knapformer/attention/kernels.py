@@ -170,9 +170,7 @@ class Pairing:
         return torch.cat(outs) if len(outs) > 1 else outs[0]
 
     def one_kernel(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-        options: dict[str, object] = {}
-        if causal:
-            options = {"is_causal": True} if "is_causal" in _kernel_options() else {"window_size": (-1, 0)}
+        options: dict[str, object] = {"window_size": (-1, 0)} if causal else {}
         if k.shape[1] != q.shape[1]:
             if "enable_gqa" in _kernel_options():
                 options["enable_gqa"] = True

@@ -141,11 +141,12 @@ def longest_first(draw: DrawnSteps) -> Iterator[OptimizerStep]:
 
 def baselines(num_ranks: int) -> list[Alternative]:
     """The alternatives without this project that this number of ranks allows, the least change first."""
-    one_head: dict[str, Any] = {"num_heads": 1, "num_kv_heads": 1}  # is cut into none: all ranks share queries
-    rings: tuple[tuple[str, str, dict[str, Any]], ...] = (
-        ("ring_8", "static ring 8", one_head),
-        ("ulysses_ring_8", "Ulysses x ring 8", {}),
-    )
+    cut: dict[str, Any] = {"cuts_queries": True}
+    shared: list[tuple[str, str, int, dict[str, Any]]] = [
+        *((f"static_{degree}", f"sequence parallel {degree}", degree, {}) for degree in (2, 4, 8)),
+        ("ring_8", "static ring 8", 8, cut | {"num_heads": 1, "num_kv_heads": 1}),  # which is not cut
+        ("ulysses_ring_8", "Ulysses x ring 8", 8, cut),
+    ]
     return [
         Alternative("as_drawn", "no balancing", at_home),
         Alternative("one_by_one", "one sample at a time", one_by_one, "batch size 1, and more accumulation"),
@@ -161,16 +162,9 @@ def baselines(num_ranks: int) -> list[Alternative]:
         Alternative("longest_first", "longest first", longest_first, "a sampler that knows the lengths"),
         *(
             Alternative(
-                f"static_{degree}", f"sequence parallel {degree}", partial(static_sharing, degree=degree),
+                key, name, partial(static_sharing, degree=degree, **of),
                 "the model's attention, and the loader", degree=degree,
             )
-            for degree in (2, 4, 8) if num_ranks % degree == 0
-        ),
-        *(
-            Alternative(
-                key, name, partial(static_sharing, degree=8, cuts_queries=True, **cut),
-                "the model's attention, and the loader", degree=8,
-            )
-            for key, name, cut in rings if num_ranks % 8 == 0
+            for key, name, degree, of in shared if num_ranks % degree == 0
         ),
     ]  # fmt: skip

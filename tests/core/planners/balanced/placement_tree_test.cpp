@@ -40,18 +40,14 @@ TEST(PlacementTrees, AGroupTakesNoLongerThanTheClockSays) {
 
 TEST(PlacementTrees, WholeSequencesOfDeepBagsExchangeNothing) {
   for (const std::string degrees : {"8/4/2/1", "32/16/8/4/2/1", "128/64/32/16/8/4/2/1"}) {
-    const Topology topology = Topology::parse("g" + degrees + "n1");
-    const int32_t num_ranks = topology.num_ranks();
-    std::vector<std::vector<int64_t>> lens(static_cast<size_t>(num_ranks), {20'000});
+    std::vector<std::vector<int64_t>> lens;
     std::vector<Placement> placements;
-    for (int32_t rank = 0; rank < num_ranks; ++rank) {
+    for (int32_t rank = 0; rank < std::stoi(degrees); ++rank) {
+      lens.emplace_back(2 - rank % 2, 20'000);  // of each pair of ranks one is shared
       placements.push_back(at(0, rank, 1));
-      if (rank % 2 == 0) {
-        lens[rank].push_back(20'000);
-        placements.push_back(at(0, rank, 2));
-      }
+      if (rank % 2 == 0) placements.push_back(at(0, rank, 2));
     }
-    const PlanInput in = lengths_in(lens, topology.str(), 3072);
+    const PlanInput in = lengths_in(lens, "g" + degrees + "n1", 3072);
     PlacementTrees trees(in, 0);
     for (const TreeItem& item : trees.items()) trees.add(item, trees.node_of(placements[item.id.index()]));
     trees.update_all();
