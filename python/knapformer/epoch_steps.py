@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from knapformer._core import ArgumentError, Plan
+from knapformer.argument_checks import described, extremes
 from knapformer.cost import Cost
 from knapformer.planning import plan
-from knapformer.sample_values import described, extremes
 
 
 @dataclass(frozen=True)

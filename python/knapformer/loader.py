@@ -15,9 +15,9 @@ from torch import Tensor
 
 from knapformer._core import ArgumentError, Plan, StateError, Topology
 from knapformer._torch import PlanningAhead, Samples
+from knapformer.argument_checks import integer
 from knapformer.balancer import SequenceBalancer
 from knapformer.sample_sources import gives_shared_samples
-from knapformer.sample_values import integer
 
 Batch = TypeVar("Batch")
 Item = TypeVar("Item")

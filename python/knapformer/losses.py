@@ -32,8 +32,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from knapformer._core import ArgumentError
+from knapformer.argument_checks import checked_integers, integer
 from knapformer.attention.packed_rows import to_device
-from knapformer.sample_values import checked_integers, integer
 from knapformer.trainers import check_nothing_divides
 
 

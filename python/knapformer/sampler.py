@@ -18,13 +18,13 @@ from torch.utils.data import Sampler
 
 from knapformer import __version__
 from knapformer._core import MAX_MAGNITUDE, MAX_SEQUENCE_TOKENS, ArgumentError, Plan, StateError, Topology, TrainedModel
+from knapformer.argument_checks import checked_integers, checked_masks, checked_numbers, described, extremes, integer
 from knapformer.cost import Cost, CostSettings
 from knapformer.epoch_steps import EpochOrder, EpochSteps
 from knapformer.equal_on_ranks import check_equal_on_ranks
 from knapformer.groups import check_initialized
 from knapformer.planning import attention_pairs
 from knapformer.sample_sources import gives_shared_samples
-from knapformer.sample_values import checked_integers, checked_masks, checked_numbers, described, extremes, integer
 from knapformer.trainers import check_iterated, keep_lists
 
 if TYPE_CHECKING:
@@ -337,7 +337,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
             self._pass = self._next_pass
 
     def _asked(self, step: int) -> int:
-        """The step of this pass that the caller asks about: it has come so far, unless the step is not yet yielded."""
+        """The step of this pass that the caller asks about. If its lists were yielded, the caller has come so far."""
         step = integer("step", step, 0, self._steps.num_steps(self._pass.first) - 1)
         if step * self._steps.micro_batches < self._pass.num_lists:
             self._pass.num_seen = max(self._pass.num_seen, step + 1)
@@ -346,7 +346,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         return step
 
     def _warn_of_parts(self, level: int = 3) -> None:
-        """Of a model of the user's own it is not known what it computes: only whether its loop could know, once."""
+        """Warns once, if the user's loop has not asked which parts of samples this rank computes."""
         if not self._is_asked:
             self._is_asked = True
             warnings.warn(
@@ -375,7 +375,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
 
 def _described(given: dict[str, Any], cost: Cost, planned: Plan) -> dict[str, str]:
-    """What ranks compare, in one form, whatever form it was given in. planned: what says what it was made with."""
+    """What ranks compare, in one form, whatever form it was given in. planned: its settings count."""
     arguments = given | vars(cost)
     for name in ("cluster", "model", "num_heads"):  # fields of these are among the plan's settings
         del arguments[name]

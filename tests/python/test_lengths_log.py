@@ -25,7 +25,7 @@ def written(folder: Path) -> Path:
 
 def test_the_doctor_reads_what_ranks_have_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, out = written(tmp_path / "lengths"), tmp_path / "out.json"
-    assert list(read_log(folder)) == DRAWN and read_samples(str(folder), None).steps == DRAWN
+    assert list(read_log(folder)) == DRAWN and read_samples(str(folder), None).batches == DRAWN
     # In steps of their own, as the same batches from a file; two ranks are not asked for.
     file = tmp_path / "drawn.json"
     file.write_text(json.dumps(DRAWN))
@@ -43,7 +43,7 @@ def test_a_log_is_that_of_the_last_run_and_a_rank_may_have_less(tmp_path: Path) 
     assert list(read_log(folder)) == DRAWN
     (folder / "rank-0-of-2.jsonl").write_text("[100, 20]\n[3")  # killed as it wrote
     samples = read_samples(str(folder), None)
-    assert samples.steps == [[[100, 20], [40]]] and (samples.bad_rows, samples.first_bad[:5]) == (1, "row 2")
+    assert samples.batches == [[[100, 20], [40]]] and (samples.bad_rows, samples.first_bad[:5]) == (1, "row 2")
 
 
 def test_what_is_no_length_is_named_and_not_logged(tmp_path: Path) -> None:

@@ -4,9 +4,9 @@
 #include <array>
 
 #include "knapformer/core/planners/attention_cuts_and_stages.h"
-#include "knapformer/core/planners/balanced/solver.h"
+#include "knapformer/core/planners/balanced/balanced.h"
 #include "knapformer/core/planners/greedy/greedy.h"
-#include "knapformer/core/planners/least_token_limit.h"
+#include "knapformer/core/planners/token_limits.h"
 
 namespace knapformer {
 namespace {

@@ -90,8 +90,8 @@ ExchangeBuffer::ExchangeBuffer(at::TensorList tensors, const ExchangeArguments& 
   for (const SegmentArguments& given : arguments.segments) {
     const auto& [table, roles, sharing] = given;
     const int32_t first_sharer = table.this_peer - sharing.index_in_group;
-    KNAPFORMER_ASSERT(table.num_peers == num_peers() && sharing.index_in_group < sharing.degree && first_sharer >= 0 &&
-                      first_sharer + sharing.degree <= num_peers());
+    KNAPFORMER_ASSERT(table.num_peers == first_table_.num_peers && sharing.index_in_group < sharing.degree &&
+                      first_sharer >= 0 && first_sharer + sharing.degree <= first_table_.num_peers);
     Segment& segment = segments_.emplace_back(Segment{.send = {*table.send, /*sends=*/true, sharing, table.this_peer},
                                                       .recv = {*table.recv, /*sends=*/false, sharing, table.this_peer},
                                                       .heads = head_partition(arguments.heads, sharing.head_parts()),
@@ -103,7 +103,7 @@ ExchangeBuffer::ExchangeBuffer(at::TensorList tensors, const ExchangeArguments& 
     }
   }
   KNAPFORMER_ASSERT(next == tensors.size());
-  KNAPFORMER_ASSERT(engine() != ExchangeEngine::kCpu || device_.is_cpu());
+  KNAPFORMER_ASSERT(first_table_.engine != ExchangeEngine::kCpu || device_.is_cpu());
   allocate_wire();
 }
 
@@ -163,12 +163,12 @@ int64_t ExchangeBuffer::add_peer(std::vector<WireBlock>& blocks, SegmentEnd Segm
 void ExchangeBuffer::allocate_wire() {
   int64_t next_byte = 0;
   for (auto* blocks : {&sent_blocks_, &received_blocks_}) {
-    blocks->reserve(static_cast<size_t>(num_slots_) * static_cast<size_t>(num_peers()));
+    blocks->reserve(static_cast<size_t>(num_slots_) * static_cast<size_t>(first_table_.num_peers));
   }
   const auto add_others = [&](std::vector<WireBlock>& blocks, SegmentEnd Segment::*end) {
-    std::vector<int64_t> bytes(static_cast<size_t>(num_peers()), 0);
-    for (int32_t peer = 0; peer < num_peers(); ++peer) {
-      if (peer == this_peer()) continue;
+    std::vector<int64_t> bytes(static_cast<size_t>(first_table_.num_peers), 0);
+    for (int32_t peer = 0; peer < first_table_.num_peers; ++peer) {
+      if (peer == first_table_.this_peer) continue;
       const int64_t first_byte = std::exchange(next_byte, add_peer(blocks, end, peer, next_byte));
       bytes[static_cast<size_t>(peer)] = next_byte - first_byte;
     }
@@ -176,8 +176,8 @@ void ExchangeBuffer::allocate_wire() {
   };
   sent_bytes_ = add_others(sent_blocks_, &Segment::send);
   own_begin_ = next_byte;
-  own_end_ = add_peer(sent_blocks_, &Segment::send, this_peer(), own_begin_);
-  next_byte = add_peer(received_blocks_, &Segment::recv, this_peer(), own_begin_);
+  own_end_ = add_peer(sent_blocks_, &Segment::send, first_table_.this_peer, own_begin_);
+  next_byte = add_peer(received_blocks_, &Segment::recv, first_table_.this_peer, own_begin_);
   KNAPFORMER_ASSERT(next_byte == own_end_);
   received_bytes_ = add_others(received_blocks_, &Segment::recv);
   wire_ = at::empty({next_byte}, at::TensorOptions().dtype(at::kByte).device(device_));
@@ -203,7 +203,7 @@ void ExchangeBuffer::add_own(Copies& copies) {
     for (Slot& slot : segment.slots) slot.output = at::empty(slot.output_shape, slot.input.options());
   }
   for (const WireBlock& block : sent_blocks_) {
-    if (block.peer != this_peer()) continue;
+    if (block.peer != first_table_.this_peer) continue;
     block.sums() ? add_wire_copies(copies, block) : add_own_copies(copies, block);
   }
 }
@@ -243,17 +243,17 @@ void ExchangeBuffer::add_to_sum(const WireBlock& block) const {
 void ExchangeBuffer::pack() {
   Copies copies;
   for (const WireBlock& block : sent_blocks_) {
-    if (block.peer != this_peer()) add_wire_copies(copies, block);
+    if (block.peer != first_table_.this_peer) add_wire_copies(copies, block);
   }
-  if (engine() == ExchangeEngine::kKernel) add_own(copies);
-  copies.run(engine(), wire_);
+  if (first_table_.engine == ExchangeEngine::kKernel) add_own(copies);
+  copies.run(first_table_.engine, wire_);
 }
 
 void ExchangeBuffer::move_own() {
-  if (engine() == ExchangeEngine::kKernel) return;
+  if (first_table_.engine == ExchangeEngine::kKernel) return;
   Copies copies;
   add_own(copies);
-  copies.run(engine(), wire_);
+  copies.run(first_table_.engine, wire_);
 }
 
 std::vector<at::Tensor> ExchangeBuffer::unpack() {
@@ -261,11 +261,11 @@ std::vector<at::Tensor> ExchangeBuffer::unpack() {
   for (const WireBlock& block : received_blocks_) {
     if (block.sums()) {
       add_to_sum(block);
-    } else if (block.peer != this_peer()) {
+    } else if (block.peer != first_table_.this_peer) {
       add_wire_copies(copies, block);
     }
   }
-  copies.run(engine(), wire_);
+  copies.run(first_table_.engine, wire_);
   std::vector<at::Tensor> outputs;
   for (const Segment& segment : segments_) {
     for (const Slot& slot : segment.slots) {

@@ -63,7 +63,6 @@ struct SegmentEnd {
   std::span<const int32_t> heads_of(const Slot& slot, int32_t peer) const;
   /// Bytes of a row that meet `peer` here.
   int64_t wire_bytes(const Slot& slot, int32_t peer) const;
-  /// The columns that meet `peer` here.
   ColumnRuns columns_of(const Slot& slot, int32_t peer) const;
 };
 
@@ -129,9 +128,6 @@ class ExchangeBuffer {
   /// Appends the blocks that meet a peer, from `first_byte` on. Returns the byte behind them.
   int64_t add_peer(std::vector<WireBlock>& blocks, SegmentEnd Segment::*end, int32_t peer, int64_t first_byte);
   void allocate_wire();
-  int32_t this_peer() const { return first_table_.this_peer; }
-  int32_t num_peers() const { return first_table_.num_peers; }
-  ExchangeEngine engine() const { return first_table_.engine; }
   /// Allocates the outputs, and adds the copies of this rank's own rows.
   void add_own(Copies& copies);
   /// Adds those of the rows of a block, between their tensor and the buffer.

@@ -40,7 +40,7 @@ def check_blocks(adapter: Adapter, model: Any) -> None:
 
 def packed_modules(adapter: Adapter, model: nn.Module) -> Iterator[tuple[str, nn.Module, PackedForward]]:
     """The modules that have a packed forward, by their names. Raises ArgumentError where a forward of a user's own
-    would be passed by."""
+    would be bypassed."""
     found = set()
     for name, module in model.named_modules():
         known = next((base for base in type(module).__mro__ if _is_one_of(adapter, adapter.packed, base)), None)
@@ -71,7 +71,7 @@ def package_of(of: type) -> str:
 
 
 def name_of(of: type, expected: Collection[str]) -> str:
-    """For messages: the class's name, with its module where its name alone is what is expected."""
+    """For messages: the class's name, with its module where the name alone would be as expected."""
     return f"{of.__name__} of {of.__module__}" if of.__name__ in expected else of.__name__
 
 
@@ -111,5 +111,5 @@ def _check_part(adapter: Adapter, name: str, module: Any) -> None:
             f"{name}.processor: got a model with diffusers' context parallelism, expected one without: bags of the "
             "balancer share sequences"
         )
-    if hasattr(module, "unfuse_projections") and module.fused_projections:  # elsewhere the processor says it
+    if hasattr(module, "unfuse_projections") and module.fused_projections:  # else its processor is another
         raise StateError(f"{name}: got fused projections, expected transformer.unfuse_qkv_projections()")

@@ -53,11 +53,11 @@ def _bucket_tops(pool: Sequence[int]) -> list[int]:
         return distinct
     low, high = distinct[0], distinct[-1]
     tops = [math.ceil(low * (high / low) ** ((i + 1) / _MAX_BUCKETS)) for i in range(_MAX_BUCKETS)]
-    return sorted({distinct[bisect.bisect_right(distinct, min(top, high)) - 1] for top in tops})
+    return sorted({distinct[bisect.bisect_right(distinct, top) - 1] for top in tops})
 
 
 def _padded(length: int, tokens: int) -> int:
-    """A sample that is padded to so many tokens. Of a mask of its own the share of pairs stays."""
+    """A sample that is padded to so many tokens. If it has a mask, the share of pairs stays."""
     if not isinstance(length, MaskedLength):
         return tokens
     return MaskedLength(tokens, f"density:{attention_pairs(length.mask, length) / length**2:.17f}")
@@ -124,7 +124,6 @@ def static_sharing(draw: DrawnSteps, degree: int, **cut: Any) -> Iterator[Optimi
 
     cut: fields of the TrainedModel, by which heads and queries are cut. Default: heads alone.
     """
-
     topology = f"g{degree}n{draw.num_ranks // degree}"
     model = draw.planning.model.replace(**({"cuts_queries": False} | cut))
     for batches in draw.batches:
@@ -144,7 +143,7 @@ def baselines(num_ranks: int) -> list[Alternative]:
     cut: dict[str, Any] = {"cuts_queries": True}
     shared: list[tuple[str, str, int, dict[str, Any]]] = [
         *((f"static_{degree}", f"sequence parallel {degree}", degree, {}) for degree in (2, 4, 8)),
-        ("ring_8", "static ring 8", 8, cut | {"num_heads": 1, "num_kv_heads": 1}),  # which is not cut
+        ("ring_8", "static ring 8", 8, cut | {"num_heads": 1, "num_kv_heads": 1}),  # one head is not cut
         ("ulysses_ring_8", "Ulysses x ring 8", 8, cut),
     ]
     return [

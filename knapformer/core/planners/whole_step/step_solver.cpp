@@ -10,8 +10,8 @@
 #include "knapformer/core/planners/attention_cuts_and_stages.h"
 #include "knapformer/core/planners/balanced/locality.h"
 #include "knapformer/core/planners/balanced/uneven_chunks.h"
-#include "knapformer/core/planners/least_token_limit.h"
 #include "knapformer/core/planners/planner.h"
+#include "knapformer/core/planners/token_limits.h"
 #include "knapformer/core/planners/whole_step/packing.h"
 #include "knapformer/core/util/error.h"
 
@@ -20,7 +20,7 @@ namespace {
 
 /// In a step of more sequences each micro-batch is planned at low effort.
 constexpr size_t kFewSequences = 4096;
-/// Shorter by more than the rounding of sums in another order.
+/// A step is shorter only if that is not the rounding of sums in another order.
 constexpr double kShorter = 1 - 1e-12;
 /// A plan that takes long to make, or holds the most tokens, must shorten the step by this factor. Half or double
 /// changes steps by less than 0.01 %.
@@ -67,7 +67,7 @@ class StepSolver {
   }
 
   /// How many micro-batches can be of use: with more, even if every sequence has a largest bag to itself, some stay
-  /// empty. Memory bounds it as well.
+  /// empty.
   int32_t num_usable() const {
     constexpr int64_t kMostRanks = 1 << 19;  // of all micro-batches of a replica
     const PlanInput& step = input_.sequences;
@@ -81,7 +81,6 @@ class StepSolver {
     return static_cast<int32_t>(std::min({int64_t{input_.num_micro_batches}, usable, most}));
   }
 
-  /// Plans the micro-batches: as packed if that is good enough, else by the planner if that is better.
   void consider(const Packing& packing) {
     std::vector<PlanInput> inputs = micro_batch_inputs(input_, packing.micro_batches);
     std::vector<std::vector<Placement>> placements(inputs.size());
@@ -100,7 +99,8 @@ class StepSolver {
     consider(Plan(input_, packing.micro_batches, std::move(plans)));
   }
 
-  /// `plan`, or the planner's plan where that may be much shorter and is. Nothing if neither keeps the limit of tokens.
+  /// `plan`, or the planner's plan where `plan` is not near its bound and the planner's is shorter. Nothing if neither
+  /// keeps the limit of tokens.
   std::optional<MicroBatchPlan> packed_or_planned(MicroBatchPlan plan, double level_s) const {
     // Half or double: steps change by 0.02 %.
     const double tolerance = effort_.moves == Effort::kLow ? 1.005 : 1.002;
@@ -154,8 +154,7 @@ class StepSolver {
   }
 
   /// Micro-batches in which each rank has about equally many tokens. Shared sequences come first, since their ranks
-  /// must all have them in the same micro-batch; so most ranks that wait for each other meet in the first micro-batch,
-  /// where no rank is late.
+  /// must all have them in the same micro-batch.
   std::vector<int32_t> dealt_by_tokens(const MicroBatchPlan& sums) const {
     const auto num_ranks = static_cast<size_t>(sums.num_ranks());
     std::vector<SequenceId> order;
@@ -172,14 +171,9 @@ class StepSolver {
           most = std::max(most, tokens[k * num_ranks + chunk.rank.index()] + chunk.num_tokens);
         return most;
       };
-      int32_t best = 0;
-      int64_t least = tokens_with(0);
-      for (int32_t k = 1; k < input_.num_micro_batches; ++k) {
-        const int64_t most = tokens_with(k);
-        if (most >= least) continue;
-        least = most;
-        best = k;
-      }
+      std::vector<int64_t> most;
+      for (int32_t k = 0; k < input_.num_micro_batches; ++k) most.push_back(tokens_with(k));
+      const auto best = static_cast<int32_t>(std::ranges::min_element(most) - most.begin());
       for (const Chunk& chunk : chunks) tokens[best * num_ranks + chunk.rank.index()] += chunk.num_tokens;
       micro_batches[id.index()] = best;
     }

@@ -6,8 +6,8 @@
 #include <tuple>
 
 #include "knapformer/core/cost/step_time.h"
-#include "knapformer/core/planners/least_token_limit.h"
 #include "knapformer/core/planners/planner.h"
+#include "knapformer/core/planners/token_limits.h"
 #include "knapformer/core/planners/whole_step/packing.h"
 #include "knapformer/core/util/error.h"
 

@@ -1,4 +1,4 @@
-#include "knapformer/core/planners/least_token_limit.h"
+#include "knapformer/core/planners/token_limits.h"
 
 #include <algorithm>
 

@@ -7,8 +7,8 @@
 #include <limits>
 #include <random>
 
-#include "knapformer/core/planners/least_token_limit.h"
 #include "knapformer/core/planners/planner.h"
+#include "knapformer/core/planners/token_limits.h"
 #include "knapformer/core/planners/whole_step/step_solver.h"
 #include "knapformer/core/util/error.h"
 #include "tests/core/cases.h"

@@ -1,5 +1,5 @@
 // Limits of tokens of a step's micro-batches: the default, those that are given, and what they cost.
-#include "knapformer/core/planners/least_token_limit.h"
+#include "knapformer/core/planners/token_limits.h"
 
 #include <gtest/gtest.h>
 

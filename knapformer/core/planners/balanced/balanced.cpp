@@ -1,4 +1,4 @@
-#include "knapformer/core/planners/balanced/solver.h"
+#include "knapformer/core/planners/balanced/balanced.h"
 
 #include <algorithm>
 #include <span>
