@@ -70,9 +70,10 @@ class _Loader(Generic[Item]):
         source = _Source(self._loader, self._position, self._snapshot if self._stateful else None)
         try:
             for item in self._iterate(source):
-                self._has_looked, resumes = resumes, False
+                self._has_looked = self._has_looked or resumes
                 yield item
-                self._has_looked = False
+                if resumes:
+                    self._has_looked = resumes = False
         except StateError:
             if source.error is not None:  # the error of this rank's own data, in place of what all ranks are told
                 raise source.error from None

@@ -9,6 +9,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -168,7 +169,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         )  # fmt: skip
         checked = {"lengths": lengths, "work": work, "masks": masks, "weights": of_weights, "repeats": of_repeats}
         planned = self._steps.checked(of_weights, of_repeats)
-        self._described = _described(given | checked | {"num_replicas": num_replicas}, self._steps.cost, planned)
+        self._compared = _compared(given | checked | {"num_replicas": num_replicas}, self._steps.cost, planned)
         self._next_pass = _Pass(epoch=0, first=0)
         self._pass = self._next_pass  # of which the methods speak
         self._steps.check_last_step(0)
@@ -314,6 +315,10 @@ class BalancedBatchSampler(Sampler[list[int]]):
         position = {"epoch": str(self._next_pass.epoch), "next_sample": str(self._next_pass.first)}
         return self._described | position
 
+    @cached_property
+    def _described(self) -> dict[str, str]:
+        return {"knapformer": __version__, **{name: described(value) for name, value in self._compared.items()}}
+
     def load_state_dict(self, state: dict[str, int]) -> None:
         """The next pass goes on from the position in `state`, with any number of ranks and micro-batches for which the
         last step has samples enough (drop_last, allow_empty). A pass that an iterator is at is not changed.
@@ -337,7 +342,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
             self._pass = self._next_pass
 
     def _asked(self, step: int) -> int:
-        """The step of this pass that the caller asks about. If its lists were yielded, the caller has come so far."""
+        """The step of this pass that the caller asks about. A step whose lists were yielded counts as reached."""
         step = integer("step", step, 0, self._steps.num_steps(self._pass.first) - 1)
         if step * self._steps.micro_batches < self._pass.num_lists:
             self._pass.num_seen = max(self._pass.num_seen, step + 1)
@@ -374,13 +379,12 @@ class BalancedBatchSampler(Sampler[list[int]]):
         return done[step]
 
 
-def _described(given: dict[str, Any], cost: Cost, planned: Plan) -> dict[str, str]:
-    """What ranks compare, in one form, whatever form it was given in. planned: its settings count."""
+def _compared(given: dict[str, Any], cost: Cost, planned: Plan) -> dict[str, Any]:
+    """What ranks compare, in one form, whatever form it was given in. planned: any plan, for its settings."""
     arguments = given | vars(cost)
     for name in ("cluster", "model", "num_heads"):  # fields of these are among the plan's settings
         del arguments[name]
-    arguments |= {"topology": str(planned.topology), "knapformer": __version__, **dict(planned.settings)}
-    return {name: described(value) for name, value in arguments.items()}
+    return arguments | {"topology": str(planned.topology), **dict(planned.settings)}
 
 
 def _place(num_replicas: int | None, rank: int | None) -> tuple[int, int]:

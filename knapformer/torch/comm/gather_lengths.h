@@ -69,7 +69,7 @@ class LengthGatherer {
  private:
   std::shared_ptr<CommGroup> group_;
   int64_t balancer_ = 0;
-  at::Device device_ = at::kCPU;
+  at::Device device_;
   int64_t capacity_ = 64;  // numbers after the header; the same on all ranks, always
 };
 

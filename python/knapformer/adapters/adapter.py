@@ -36,7 +36,7 @@ class Adapter(ABC):
     blocks: ClassVar[tuple[str, ...]]
     refiners: ClassVar[tuple[str, ...]] = ()
     # For classes of diffusers, or of the adapter's own package, the packed forward that goes by theirs: of blocks, and
-    # of other modules that are called with Packed: FSDP gathers a module when it is called, not only its parts.
+    # of other modules that are called with Packed: FSDP gathers a module when it is called, not when its parts are.
     packed: ClassVar[dict[str, PackedForward]]
     # Modules of the blocks and of the model whose parts a packed call calls in place of the module, such as those that
     # attend; and their attention processors that compute what the packed blocks do.

@@ -245,10 +245,10 @@ def _text_rows(file: TextIO, path: str, kind: str) -> Iterator[Any]:
         content = list(content.values())  # by the name of a file, as in the metadata of sd-scripts and SimpleTuner
     if not isinstance(content, list):
         raise ArgumentError(f"LENGTHS: {path}: got {type(content).__name__}, expected a list of lengths or of samples")
-    # A list of lists of numbers is one step; a list of such lists is several steps.
-    one_step = content and all(isinstance(item, list) for item in content)
-    one_step = one_step and not any(isinstance(lens, list) for item in content for lens in item)
-    return iter([content] if one_step else content)
+    # A list of lists of numbers is one batch; a list of such lists is several batches.
+    one_batch = content and all(isinstance(item, list) for item in content)
+    one_batch = one_batch and not any(isinstance(lens, list) for item in content for lens in item)
+    return iter([content] if one_batch else content)
 
 
 def _csv_rows(file: TextIO, path: str, delimiter: str) -> Iterator[Any]:

@@ -117,7 +117,7 @@ def test_processes_share_the_samples() -> None:
 
 
 def test_a_packed_call_keeps_as_much_for_the_backward_pass() -> None:
-    small = SmallModel(MODEL)
+    small = SmallModel(MODEL, controlled=True)
     model, samples = small.make(), small.samples()
     own = sum(kept_bytes(model, partial(small.adapter.expected, model, sample)) for sample in samples)
     small.balance(model)

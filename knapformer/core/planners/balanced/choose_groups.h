@@ -1,4 +1,4 @@
-// The constructive half of the balanced solver: places every sequence once, under a target time.
+// Chooses the group of every sequence once, under a target time: where the balanced planner's search starts.
 //
 // Sequences come by descending work. Each takes the smallest degree of sharing with which it fits somewhere: for each
 // degree the group with the least load is tried, and if the sequence would take that group beyond the target, the next

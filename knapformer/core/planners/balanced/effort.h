@@ -25,8 +25,8 @@ struct Effort {
 
   int64_t moves = kDefault;
 
-  /// Moves for a replica of so many sequences. must_search: where construction does not keep the limit of tokens, low
-  /// effort searches as well.
+  /// Moves for a replica of so many sequences. must_search: where the first choice of groups misses the limit of
+  /// tokens, low effort searches as well.
   int64_t num_moves(int64_t num_sequences, bool must_search) const {
     // In a small instance a move is worth more, and there is time for more of them. Half or twice as many for a
     // sequence change plans by 0.1 %, and planning takes 0.6 or 1.6 times as long.

@@ -68,8 +68,8 @@ class BagChunks {
     return input_.max_tokens_per_rank > 0 ? std::min(tokens, input_.max_tokens_per_rank) : tokens;
   }
 
-  /// Sets the most tokens that each rank may hold: its room at the lowest level at which every group's tokens fit its
-  /// ranks.
+  /// Sets the most tokens that each rank that shares may hold: its room at the lowest level at which every group's
+  /// tokens fit its ranks.
   void set_rooms(std::span<const int32_t> degrees) {
     // Tokens of each group, with those of the groups inside it.
     std::vector<std::vector<int64_t>> below = group_tokens_;

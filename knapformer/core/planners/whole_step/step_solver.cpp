@@ -69,7 +69,7 @@ class StepSolver {
   /// How many micro-batches can be of use: with more, even if every sequence has a largest bag to itself, some stay
   /// empty.
   int32_t num_usable() const {
-    constexpr int64_t kMostRanks = 1 << 19;  // of all micro-batches of a replica
+    constexpr int64_t kMostRanks = 1 << 19;  // of all micro-batches of a replica: the planner's memory
     const PlanInput& step = input_.sequences;
     const int64_t num_bags = step.topology.shapes().back().num_bags;
     int64_t usable = 1;
@@ -163,16 +163,16 @@ class StepSolver {
                              [&](SequenceId id) { return std::pair(sums.placement(id).degree, sums.seq_lens()[id]); });
     std::vector<int64_t> tokens(num_ranks * static_cast<size_t>(input_.num_micro_batches));  // [micro-batch][rank]
     std::vector<int32_t> micro_batches(order.size());
+    std::vector<int64_t> most(static_cast<size_t>(input_.num_micro_batches));
     for (const SequenceId id : order) {
       const auto chunks = sums.chunks(id);
       const auto tokens_with = [&](int32_t k) {  // of the fullest of its ranks
-        int64_t most = 0;
+        int64_t fullest = 0;
         for (const Chunk& chunk : chunks)
-          most = std::max(most, tokens[k * num_ranks + chunk.rank.index()] + chunk.num_tokens);
-        return most;
+          fullest = std::max(fullest, tokens[k * num_ranks + chunk.rank.index()] + chunk.num_tokens);
+        return fullest;
       };
-      std::vector<int64_t> most;
-      for (int32_t k = 0; k < input_.num_micro_batches; ++k) most.push_back(tokens_with(k));
+      for (int32_t k = 0; k < input_.num_micro_batches; ++k) most[k] = tokens_with(k);
       const auto best = static_cast<int32_t>(std::ranges::min_element(most) - most.begin());
       for (const Chunk& chunk : chunks) tokens[best * num_ranks + chunk.rank.index()] += chunk.num_tokens;
       micro_batches[id.index()] = best;
