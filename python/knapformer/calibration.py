@@ -147,7 +147,7 @@ def _is_mask(value: Any) -> bool:
 _Check = tuple[Callable[[Any], bool], str]  # what fits, and what is expected
 _AT_LEAST_0: _Check = (lambda value: _is_number(value) and value >= 0, "a finite number >= 0")
 _ABOVE_0: _Check = (lambda value: _is_number(value) and value > 0, "a finite number > 0")
-_COUNT: _Check = (lambda value: type(value) is int and value >= 1, "an integer >= 1")
+_COUNT: _Check = (lambda value: type(value) is int and 1 <= value < 1 << 63, "an integer from 1 to 2^63 - 1")
 _TEXTS: _Check = (
     lambda value: isinstance(value, list | tuple) and all(isinstance(text, str) for text in value), "a list of texts"
 )  # fmt: skip
