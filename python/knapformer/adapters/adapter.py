@@ -136,7 +136,7 @@ class Adapter(ABC):
         return parts if len(parts) > 1 else parts[0]
 
     def check(self, model: Any) -> None:  # noqa: B027
-        """Raises StateError where the model is set to compute what this adapter does not, beside checks.py."""
+        """Raises StateError where the model is set to compute what only this class refuses (others: checks.py)."""
 
 
 def expect(condition: bool, name: str, value: object, expected: str) -> None:

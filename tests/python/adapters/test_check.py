@@ -1,4 +1,4 @@
-"""What `check` says of an adapter that leaves something out."""
+"""What `check` says of an adapter that leaves something out; what a packed call keeps, which it does not say."""
 
 from __future__ import annotations
 

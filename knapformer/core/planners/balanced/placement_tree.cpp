@@ -126,8 +126,8 @@ void PlacementTrees::add_bag(const PlanInput& input, const AttentionShares& shar
       if (n.parent >= 0) {
         const Node& parent = nodes_[n.parent];
         std::copy(std::begin(parent.above_exchange), std::end(parent.above_exchange), std::begin(n.above_exchange));
-        n.above_exchange[parent.depth] = parent.exchange_per_token;
-        n.depth = std::min(parent.depth + 1, kMaxAbove - 1);
+        n.num_above = std::min(parent.num_above + 1, kMaxAbove);
+        n.above_exchange[n.num_above - 1] = parent.exchange_per_token;
       }
       nodes_.push_back(n);
     }

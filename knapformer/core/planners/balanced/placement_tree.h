@@ -51,9 +51,9 @@ struct TreeItem {
 
 class PlacementTrees {
  public:
-  /// The number of nodes above a node whose exchanges are kept apart. In deeper bags even whole sequences seem to be
-  /// exchanged, by the lowest groups.
-  static constexpr int32_t kMaxAbove = 8;
+  /// The number of nodes above a node whose exchanges are kept apart, from the root on. Those further down share
+  /// the last place, which has the exchange of the nearest.
+  static constexpr int32_t kMaxAbove = 5;
 
   struct Node {
     // Constant, except for the limit of tokens.
@@ -70,7 +70,7 @@ class PlacementTrees {
     double latency = 0;                     // of the exchanges of a group
     double head_start = 0;                  // what its micro-batch's level is below the highest: added to its times
     double token_capacity = kInfinity;      // see enforce_limit
-    int32_t depth = 0;                      // 0 at the root
+    int32_t num_above = 0;                  // at most kMaxAbove
     double above_exchange[kMaxAbove] = {};  // exchange_per_token of the nodes above, the root first
   };
 
@@ -83,7 +83,7 @@ class PlacementTrees {
     double max_attention = 0;         // over ranks, from this node down
     double max_shared_attention = 0;  // the same, on shared sequences only
     double max_exchange = 0;
-    double above[kMaxAbove] = {};  // see the note on exchange, by the depth of the node above
+    double above[kMaxAbove] = {};  // see the note on exchange, by place
     double time = 0;               // of the slowest connected group
     double energy = 0;             // see set_reference
     int32_t num_sequences = 0;
@@ -258,7 +258,7 @@ inline void PlacementTrees::update(int32_t v) {
   const Node& n = node(v);
   State& state = states_[v];
   const bool shared = state.num_sequences > 0;
-  const auto depth = static_cast<size_t>(n.depth);
+  const int32_t place = std::min(n.num_above, kMaxAbove - 1);  // its own, in the nodes below
   const State* const children = states_.data() + n.first_child;
   double tokens = state.tokens, token_time = 0, attention = 0, shared_attention = 0, exchange = 0;
   double time = 0, energy = 0;
@@ -291,18 +291,18 @@ inline void PlacementTrees::update(int32_t v) {
   if (n.num_children == 0) {
     exchange = filled;
   } else if (shared) {
-    for (int32_t i = 0; i < n.num_children; ++i) exchange = std::max(exchange, children[i].above[depth] + filled);
+    for (int32_t i = 0; i < n.num_children; ++i) exchange = std::max(exchange, children[i].above[place] + filled);
   }
   state.max_exchange = exchange;
 
   if (shared || n.num_children == 0) {
-    for (size_t k = 0; k < depth; ++k) state.above[k] = exchange - n.above_exchange[k] * tokens_per_rank;
+    for (int32_t k = 0; k < n.num_above; ++k) state.above[k] = exchange - n.above_exchange[k] * tokens_per_rank;
     time = n.head_start + token_time + attention_phase(state) + (shared ? n.latency : 0);
     state.time = time;
     state.energy = n.degree * energy_of_rank(time);
     return;
   }
-  for (size_t k = 0; k < depth; ++k) {
+  for (int32_t k = 0; k < n.num_above; ++k) {
     double above = children[0].above[k];
     for (int32_t i = 1; i < n.num_children; ++i) above = std::max(above, children[i].above[k]);
     state.above[k] = above;

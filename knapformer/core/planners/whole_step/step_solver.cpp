@@ -20,7 +20,7 @@ namespace {
 
 /// In a step of more sequences each micro-batch is planned at low effort.
 constexpr size_t kFewSequences = 4096;
-/// A step is shorter only if that is not the rounding of sums in another order.
+/// What is shorter by less may be the rounding of sums in another order.
 constexpr double kShorter = 1 - 1e-12;
 /// A plan that takes long to make, or holds the most tokens, must shorten the step by this factor. Half or double
 /// changes steps by less than 0.01 %.

@@ -13,7 +13,7 @@ from knapformer.tools.cli_args import add, refuse
 from knapformer.tools.draws import mix_and_ranks
 from knapformer.tools.launch import check_ranks, run_on_ranks
 
-#: Keys of knapformer.tools.baselines.
+#: Keys of baselines().
 _WAYS = ("buckets", "time_budget", "static_2", "static_4", "static_8")
 
 

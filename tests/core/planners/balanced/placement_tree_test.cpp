@@ -38,7 +38,7 @@ TEST(PlacementTrees, AGroupTakesNoLongerThanTheClockSays) {
 }
 
 TEST(PlacementTrees, WholeSequencesOfDeepBagsExchangeNothing) {
-  for (const std::string degrees : {"8/4/2/1", "32/16/8/4/2/1", "128/64/32/16/8/4/2/1"}) {
+  for (const std::string degrees : {"8/4/2/1", "32/16/8/4/2/1", "512/256/128/64/32/16/8/4/2/1"}) {
     std::vector<std::vector<int64_t>> lens;
     std::vector<Placement> placements;
     for (int32_t rank = 0; rank < std::stoi(degrees); ++rank) {
