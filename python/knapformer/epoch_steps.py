@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,6 +14,8 @@ from knapformer._core import ArgumentError, Plan
 from knapformer.argument_checks import described, extremes
 from knapformer.cost import Cost
 from knapformer.planning import plan
+
+_STEPS_KEPT = 8  # plans that are kept: a DataLoader's workers fetch ahead of the step that a trainer asks for
 
 
 @dataclass(frozen=True)
@@ -103,16 +106,6 @@ class EpochSteps:
             ) from None
         return planned
 
-    def samples_of(self, order: Tensor, first: int, step: int) -> Tensor:
-        """A step's samples: first those that a DistributedSampler gives to rank 0, then those of rank 1, and so on.
-
-        order: of all the epoch's samples. first: where in it the pass begins."""
-        first += step * self.step_size
-        samples = order[first : min(first + self.step_size, self.num_samples)]
-        dealt = torch.nn.functional.pad(samples, (0, -len(samples) % self.num_ranks), value=-1)
-        dealt = dealt.view(-1, self.num_ranks).T.flatten()
-        return dealt[dealt >= 0]
-
     def plan_of(self, samples: Tensor, step: int) -> Plan:
         """The plan of a step, whose ids count up through these samples. Where no list may be empty, that is checked on
         all ranks, so that none of them waits for one that has nothing to collate."""
@@ -143,3 +136,44 @@ class EpochSteps:
     def _by_rank(self, values: Tensor) -> list[list[Any]]:
         """Values of a step's samples, as a list for each rank: as even as possible, the longer lists first."""
         return [of_rank.tolist() for of_rank in values.tensor_split(self.num_ranks)]
+
+
+class EpochPass:
+    """The steps of an epoch, from a position in its order on: their samples and plans, made when they are asked for."""
+
+    def __init__(self, order: EpochOrder, steps: EpochSteps, epoch: int, first: int) -> None:
+        self.epoch, self.first = epoch, first
+        self._order, self._steps = order, steps
+        self._planned: OrderedDict[int, tuple[Tensor, Plan]] = OrderedDict()  # of the last steps
+
+    @property
+    def num_steps(self) -> int:
+        return self._steps.num_steps(self.first)
+
+    @cached_property
+    def _epoch_samples(self) -> Tensor:
+        return self._order.of(self.epoch)
+
+    def samples(self, step: int) -> Tensor:
+        """A step's samples: first those that a DistributedSampler gives to rank 0, then those of rank 1, and so on."""
+        first = self.first + step * self._steps.step_size
+        samples = self._epoch_samples[first : min(first + self._steps.step_size, self._steps.num_samples)]
+        dealt = torch.nn.functional.pad(samples, (0, -len(samples) % self._steps.num_ranks), value=-1)
+        dealt = dealt.view(-1, self._steps.num_ranks).T.flatten()
+        return dealt[dealt >= 0]
+
+    def planned(self, step: int) -> tuple[Tensor, Plan]:
+        """The step's samples, in the order of the plan's ids, and its plan."""
+        if step in self._planned:
+            self._planned.move_to_end(step)
+            return self._planned[step]
+        samples = self.samples(step)
+        self._planned[step] = samples, self._steps.plan_of(samples, step)
+        if len(self._planned) > _STEPS_KEPT:
+            self._planned.popitem(last=False)
+        return self._planned[step]
+
+    def chunks(self, step: int, micro_batch: int, rank: int) -> list[tuple[int, int, int]]:
+        """(index, begin, end) of each sample of which the rank computes the tokens [begin, end)."""
+        samples, planned = self.planned(step)
+        return [(int(samples[i]), begin, end) for i, begin, end in planned.chunks_on(rank, micro_batch)]

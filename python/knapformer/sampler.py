@@ -6,9 +6,7 @@ import dataclasses
 import hashlib
 import sys
 import warnings
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,7 +19,7 @@ from knapformer import __version__
 from knapformer._core import MAX_MAGNITUDE, MAX_SEQUENCE_TOKENS, ArgumentError, Plan, StateError, Topology, TrainedModel
 from knapformer.argument_checks import checked_integers, checked_masks, checked_numbers, described, extremes, integer
 from knapformer.cost import Cost, CostSettings
-from knapformer.epoch_steps import EpochOrder, EpochSteps
+from knapformer.epoch_steps import EpochOrder, EpochPass, EpochSteps
 from knapformer.equal_on_ranks import check_equal_on_ranks
 from knapformer.groups import check_initialized
 from knapformer.planning import attention_pairs
@@ -35,17 +33,11 @@ Batch = TypeVar("Batch")
 _MAX_SEED = 2**62  # of an epoch, too: torch takes their sum as a seed
 _MAX_REPEATS = 2**31 - 1  # their sum over all samples is an int64
 _LISTS_AHEAD = 64  # that a DataLoader may have fetched ahead of the trainer: two each of 32 workers
-_STEPS_KEPT = 8  # plans that are kept: a DataLoader's workers fetch ahead of the step that a trainer asks for
 
 
-@dataclass
-class _Pass:
-    """What an iterator goes through: an epoch's samples from `first` on. set_epoch and load_state_dict make another."""
+class _Pass(EpochPass):
+    """With what its iterator and the caller have come to. set_epoch and load_state_dict make another pass."""
 
-    epoch: int
-    first: int  # the position in the epoch's order where it begins
-    order: Tensor | None = None  # of all the epoch's samples, once it is needed
-    planned: OrderedDict[int, tuple[Tensor, Plan]] = field(default_factory=OrderedDict)  # of the last steps
     num_lists: int = 0  # yielded
     num_seen: int = 1  # steps that the caller has come to, as its calls show
     is_running: bool = False  # an iterator is at it
@@ -170,7 +162,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         checked = {"lengths": lengths, "work": work, "masks": masks, "weights": of_weights, "repeats": of_repeats}
         planned = self._steps.checked(of_weights, of_repeats)
         self._compared = _compared(given | checked | {"num_replicas": num_replicas}, self._steps.cost, planned)
-        self._next_pass = _Pass(epoch=0, first=0)
+        self._next_pass = self._pass_from(epoch=0, first=0)
         self._pass = self._next_pass  # of which the methods speak
         self._steps.check_last_step(0)
         self._lowest_epoch: int | None = None  # that of the state loaded last
@@ -197,12 +189,12 @@ class BalancedBatchSampler(Sampler[list[int]]):
             )
         if last.is_done:
             self._warn_of_parts()
-        self._next_pass = _Pass(own.epoch, 0)
+        self._next_pass = self._pass_from(own.epoch, 0)
         own.is_running = True
         try:
-            for step in range(self._steps.num_steps(own.first)):
+            for step in range(own.num_steps):
                 for micro_batch in range(self._steps.micro_batches):
-                    indices = [index for index, _, _ in self._chunks(own, step, micro_batch)]
+                    indices = [index for index, _, _ in own.chunks(step, micro_batch, self._rank)]
                     self._pass = own  # another iterator may have begun since: "this pass" is that of the last list
                     own.num_lists += 1
                     if own.num_lists > _LISTS_AHEAD:
@@ -214,7 +206,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         """The number of lists in a pass: the micro-batches of its steps."""
-        return self._steps.num_steps(self._pass.first) * self._steps.micro_batches
+        return self._pass.num_steps * self._steps.micro_batches
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the order of the next pass, which starts at the epoch's first sample, unless a state of this epoch was
@@ -241,7 +233,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     def num_samples(self, step: int) -> int:
         """The samples of all ranks in an optimizer step of this pass."""
-        return len(self._samples(self._pass, self._asked(step)))
+        return len(self._pass.samples(self._asked(step)))
 
     def num_tokens(self, step: int, counted: Sequence[int] | Tensor | Any | None = None) -> int:
         """The tokens of all ranks in an optimizer step of this pass.
@@ -249,7 +241,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         counted: the tokens of every sample that count, such as those that bear a loss, in the form of `lengths`: 0 to
             the sample's length. None: all. All but a tensor or an array of int64 is converted in each call.
         """
-        samples = self._samples(self._pass, self._asked(step))
+        samples = self._pass.samples(self._asked(step))
         lengths = self._steps.lengths[samples]
         if counted is None:
             return int(lengths.sum())
@@ -263,7 +255,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
     def step_plan(self, step: int) -> Plan:
         """The plan of an optimizer step of this pass. Its sequence ids number the step's samples."""
         self._is_asked = True
-        return self._planned_step(self._pass, self._asked(step))[1]
+        return self._pass.planned(self._asked(step))[1]
 
     def plan(self, step: int, micro_batch: int) -> Plan:
         """The plan of a micro-batch of this pass, the same on all ranks: for SequenceBalancer.follow."""
@@ -273,11 +265,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         """What this rank computes in a micro-batch of this pass: (index, begin, end) of each entry of its list, in
         order. The rank computes the tokens [begin, end) of that sample, all of them where it is not shared."""
         self._is_asked = True
-        return self._chunks(self._pass, self._asked(step), micro_batch)
-
-    def _chunks(self, of: _Pass, step: int, micro_batch: int) -> list[tuple[int, int, int]]:
-        samples, planned = self._planned_step(of, step)
-        return [(int(samples[i]), begin, end) for i, begin, end in planned.chunks_on(self._rank, micro_batch)]
+        return self._pass.chunks(self._asked(step), micro_batch, self._rank)
 
     def state_dict(self, num_steps: int | None = None) -> dict[str, int]:
         """The position of the pass, the same on all ranks: after the last whole optimizer step.
@@ -291,7 +279,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         own = self._pass
         num_whole = own.num_lists // self._steps.micro_batches
         if num_steps is not None:
-            most = num_whole if own.num_lists > 0 else self._steps.num_steps(own.first)
+            most = num_whole if own.num_lists > 0 else own.num_steps
             num_whole = integer("num_steps", num_steps, 0, most)
         else:
             if num_whole > own.num_seen:
@@ -336,14 +324,18 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self._lowest_epoch = epoch
         self._begin_next_at(epoch, next_sample)
 
+    def _pass_from(self, epoch: int, first: int) -> _Pass:
+        return _Pass(self._order, self._steps, epoch, first)
+
     def _begin_next_at(self, epoch: int, first: int) -> None:
-        self._next_pass = _Pass(epoch, first, is_told=True)
+        self._next_pass = self._pass_from(epoch, first)
+        self._next_pass.is_told = True
         if not self._pass.is_running:
             self._pass = self._next_pass
 
     def _asked(self, step: int) -> int:
         """The step of this pass that the caller asks about. A step whose lists were yielded counts as reached."""
-        step = integer("step", step, 0, self._steps.num_steps(self._pass.first) - 1)
+        step = integer("step", step, 0, self._pass.num_steps - 1)
         if step * self._steps.micro_batches < self._pass.num_lists:
             self._pass.num_seen = max(self._pass.num_seen, step + 1)
             if step > 0:
@@ -360,23 +352,6 @@ class BalancedBatchSampler(Sampler[list[int]]):
                 "sampler.chunks(step, micro_batch) in the loop, or a topology of bags of one rank",
                 stacklevel=level,
             )
-
-    def _samples(self, of: _Pass, step: int) -> Tensor:
-        if of.order is None:
-            of.order = self._order.of(of.epoch)
-        return self._steps.samples_of(of.order, of.first, step)
-
-    def _planned_step(self, of: _Pass, step: int) -> tuple[Tensor, Plan]:
-        """The step's samples, in the order of the plan's ids, and its plan."""
-        done = of.planned
-        if step in done:
-            done.move_to_end(step)
-            return done[step]
-        samples = self._samples(of, step)
-        done[step] = samples, self._steps.plan_of(samples, step)
-        if len(done) > _STEPS_KEPT:
-            done.popitem(last=False)
-        return done[step]
 
 
 def _compared(given: dict[str, Any], cost: Cost, planned: Plan) -> dict[str, Any]:

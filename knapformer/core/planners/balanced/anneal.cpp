@@ -167,40 +167,34 @@ class Search {
     return Change{.a = a, .b = b, .from = from, .to = to, .from_bag = from_bag, .to_bag = to_bag};
   }
 
-  /// Makes the change in the trees, and takes it back where it raises the energy by `allowed` or more.
+  /// Makes the change in the trees, unless it raises the energy by `allowed` or more.
   bool is_kept(const Change& change, double allowed) {
     const auto [a, b, from, to, from_bag, to_bag] = change;
     const auto items = trees_.items();
-    const double before = energy_of(from_bag) + (change.in_one_bag() ? 0 : energy_of(to_bag));
-    const auto is_allowed = [&](double after) { return after <= before || after - before < allowed; };
+    const auto energy = [&] { return energy_of(from_bag) + (change.in_one_bag() ? 0 : energy_of(to_bag)); };
+    const double before = energy();
+    // Most changes overfill the node that gets more by far, which is seen before anything is changed.
+    const bool to_gets_more = b < 0 || items[a].attention >= items[b].attention;
+    TreeItem more = items[to_gets_more ? a : b];
+    if (b >= 0) {
+      more.tokens -= items[to_gets_more ? b : a].tokens;
+      more.attention -= items[to_gets_more ? b : a].attention;
+    }
+    const double least = to_gets_more ? trees_.least_energy(more, to, from) : trees_.least_energy(more, from, to);
+    constexpr double kRounding = 1e-9;
+    if (least * (1 - kRounding) - before * (1 + kRounding) > allowed) return false;
+    trees_.save(from, to, paths_);
     const auto exchange = [&](int32_t v, int32_t gives, int32_t gets) {
       if (gives >= 0) trees_.remove(items[gives], v);
       if (gets >= 0) trees_.add(items[gets], v);
     };
-    if (change.in_one_bag()) {
-      trees_.save(from, to, paths_[0]);
-      exchange(from, a, b);
-      exchange(to, b, a);
-      trees_.update(paths_[0]);
-      if (is_allowed(energy_of(from_bag))) return true;
-      trees_.restore(paths_[0]);
-      return false;
-    }
-    // The bag that gets more comes first: most changes overfill it by far, so the other bag need not be evaluated.
-    const bool to_first = b < 0 || items[a].attention >= items[b].attention;
-    double after = 0;
-    for (int32_t i = 0; i < 2; ++i) {
-      const bool is_to = to_first == (i == 0);
-      const int32_t v = is_to ? to : from;
-      trees_.save(v, v, paths_[i]);
-      exchange(v, is_to ? b : a, is_to ? a : b);
-      trees_.update(paths_[i]);
-      after += energy_of(is_to ? to_bag : from_bag);
-      if (is_allowed(after)) continue;
-      for (int32_t k = 0; k <= i; ++k) trees_.restore(paths_[k]);
-      return false;
-    }
-    return true;
+    exchange(from, a, b);
+    exchange(to, b, a);
+    trees_.update(paths_);
+    const double after = energy();
+    if (after <= before || after - before < allowed) return true;
+    trees_.restore(paths_);
+    return false;
   }
 
   void commit(const Change& change) {
@@ -227,7 +221,7 @@ class Search {
   std::vector<std::vector<int32_t>> items_of_bag_;
   std::vector<int32_t> position_;  // of an item in its bag's list
   std::vector<DegreeRange> ranges_;
-  PlacementTrees::Paths paths_[2];  // of the nodes that a step changes, by bag
+  PlacementTrees::Paths paths_;  // of the nodes that a step changes
 };
 
 }  // namespace

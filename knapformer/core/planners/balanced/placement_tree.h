@@ -155,6 +155,10 @@ class PlacementTrees {
   /// The slowest groups dominate its gradient, the more so the closer the floor is to the reference.
   void set_reference(double floor, double reference);
 
+  /// No more than the energy of v's bag once v gets `more`, whose work is not negative, and `from` gives some: a few
+  /// operations, where no group of both is to be looked at; otherwise 0.
+  double least_energy(const TreeItem& more, int32_t v, int32_t from) const;
+
   /// The nodes that a change of one or two nodes affects: these and the nodes above them, each once, children before
   /// parents. With their states before the change, for restore.
   static constexpr int32_t kMaxDepth = 24;
@@ -241,6 +245,29 @@ inline void PlacementTrees::save(int32_t a, int32_t b, Paths& out) const {
     while (b >= 0) climb(b);
   }
   while (a >= 0) climb(a);
+}
+
+inline double PlacementTrees::least_energy(const TreeItem& more, int32_t v, int32_t from) const {
+  int32_t top = v;  // of the connected group
+  double attention = state(v).max_attention + more.attention * node(v).attention_share;
+  double token_time = (state(v).subtree_tokens + more.tokens) * node(v).time_per_token;
+  for (int32_t x = node(v).parent; x >= 0; x = node(x).parent) {
+    if (state(x).num_sequences == 0) continue;
+    top = x;
+    attention += state(x).attention;
+    token_time = std::max(token_time, (state(x).subtree_tokens + more.tokens) * node(x).time_per_token);
+  }
+  const Node& n = node(top);
+  double others = state(root(n.bag)).energy - state(top).energy;
+  if (node(from).bag == n.bag) {
+    int32_t top_from = from;
+    for (int32_t x = from; x >= 0; x = node(x).parent) {
+      if (x == top) return 0;
+      if (state(x).num_sequences > 0) top_from = x;
+    }
+    others -= state(top_from).energy;
+  }
+  return others + n.degree * energy_of_rank(n.head_start + token_time + attention);
 }
 
 inline double PlacementTrees::attention_phase(const State& group) const {

@@ -37,6 +37,31 @@ TEST(PlacementTrees, AGroupTakesNoLongerThanTheClockSays) {
   EXPECT_LE(clock_sum, predicted_sum * 1.025);
 }
 
+TEST(PlacementTrees, NoChangeHasLessThanTheLeastEnergy) {
+  double least_sum = 0, energy_sum = 0;
+  for (uint64_t seed = 0; seed < 300; ++seed) {
+    Cases cases(seed);
+    PlacementTrees trees(cases.input(true), 0);
+    const auto any_node = [&] { return static_cast<int32_t>(cases.integer(0, trees.num_nodes() - 1)); };
+    std::vector<int32_t> nodes(trees.items().size());
+    std::ranges::generate(nodes, any_node);
+    trees.put(nodes);
+    trees.set_reference(0, trees.slowest());
+    for (size_t i = 0; i < nodes.size(); ++i) {
+      const int32_t from = nodes[i], to = any_node();
+      if (to == from) continue;
+      const double least = trees.least_energy(trees.items()[i], to, from);
+      nodes[i] = to;
+      trees.put(nodes);
+      const double energy = trees.state(trees.root(trees.node(to).bag)).energy;
+      EXPECT_LE(least, energy * (1 + 1e-9)) << "seed " << seed;
+      least_sum += least;
+      energy_sum += energy;
+    }
+  }
+  EXPECT_GE(least_sum, energy_sum * 0.5);
+}
+
 TEST(PlacementTrees, WholeSequencesOfDeepBagsExchangeNothing) {
   for (const std::string degrees : {"8/4/2/1", "32/16/8/4/2/1", "512/256/128/64/32/16/8/4/2/1"}) {
     std::vector<std::vector<int64_t>> lens;
