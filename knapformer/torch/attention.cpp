@@ -59,8 +59,7 @@ at::Tensor recomputed_to_the_end(const at::Tensor& o, int64_t step) {
 }
 
 bool SharedAttention::travels(size_t level) const {
-  const bool any_whole = tables.levels[0].degree == 1;
-  return tables.levels[level].degree > 1 && (tables.any_shared || !any_whole);
+  return tables.levels[level].degree > 1 && (tables.any_shared || num_whole_levels() == 0);
 }
 
 int64_t SharedAttention::num_query_heads(size_t level, HeadCounts heads) const {

@@ -106,7 +106,7 @@ Planned SequenceBalancer::await(PlanningAhead& ahead) {
     ranks_->all()->counters().add_wait_since(begin);
   }
   Planned planned = ahead.planned_.get();
-  if (!planned.is_known()) {  // lengths did not fit, on all ranks alike
+  if (!planned.step && !planned.refused) {  // lengths did not fit, on all ranks alike
     planned = ahead.planning_.plan(gatherer_->finish(*ahead.gather_));
     std::promise<Planned> known;
     known.set_value(planned);

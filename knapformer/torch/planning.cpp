@@ -38,16 +38,6 @@ const std::shared_ptr<RankPlan>& PlannedStep::micro_batch(int32_t number, Rank r
   return known;
 }
 
-StepInput Planning::input(GatheredLengths gathered) const {
-  PlanInput input = options.plan;
-  input.seq_lens = std::move(gathered.lengths);
-  std::vector<Mask> masks;
-  for (const std::optional<Mask>& mask : gathered.masks) masks.push_back(mask.value_or(options.mask));
-  masks.empty() ? input.give_mask(options.mask) : input.give_masks(std::move(masks));
-  if (!gathered.work.empty()) input.give_work(std::move(gathered.work));
-  return {.sequences = std::move(input), .num_micro_batches = num_micro_batches, .sync = options.sync};
-}
-
 Planned Planning::plan(GatheredLengths gathered) const {
   const auto begin = std::chrono::steady_clock::now();
   RECORD_USER_SCOPE("knapformer::make_plan");
@@ -55,8 +45,15 @@ Planned Planning::plan(GatheredLengths gathered) const {
                   .statuses = std::move(gathered.statuses),
                   .observed = std::move(gathered.observed)};
   try {
+    PlanInput input = options.plan;
+    input.seq_lens = std::move(gathered.lengths);
+    std::vector<Mask> masks;
+    for (const std::optional<Mask>& mask : gathered.masks) masks.push_back(mask.value_or(options.mask));
+    masks.empty() ? input.give_mask(options.mask) : input.give_masks(std::move(masks));
+    if (!gathered.work.empty()) input.give_work(std::move(gathered.work));
+    StepInput of_step{.sequences = std::move(input), .num_micro_batches = num_micro_batches, .sync = options.sync};
     planned.step = std::make_shared<PlannedStep>(
-        std::make_shared<Plan>(plan_step(input(std::move(gathered)), options.solver, options.effort)), first_number);
+        std::make_shared<Plan>(plan_step(std::move(of_step), options.solver, options.effort)), first_number);
     planned.step->planning_s = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   } catch (const ArgumentError& error) {
     planned.refused = error;

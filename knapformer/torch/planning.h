@@ -59,8 +59,6 @@ struct Planned {
   std::vector<SampleBytes> sample_bytes = {};
   std::vector<DataStatus> statuses = {};  // of each rank
   std::vector<ObservedStep> observed = {};
-
-  bool is_known() const { return step || refused; }
 };
 
 /// All that planning follows beside the lengths: copies, so that it may outlive a balancer.
@@ -70,8 +68,6 @@ struct Planning {
   int64_t first_number = 0;  // of the steps that will be planned
   int32_t num_micro_batches = 1;
 
-  /// What a plan of these lengths is made from.
-  StepInput input(GatheredLengths gathered) const;
   Planned plan(GatheredLengths gathered) const;
   /// With the tables of every micro-batch, packed for these devices.
   Planned plan_with_tables(GatheredLengths gathered, std::span<const TablesDevice> devices) const;

@@ -18,10 +18,6 @@ constexpr int64_t kAlignment = 16;  // bytes: of the widest element
 
 int64_t aligned(int64_t num_bytes) { return (num_bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
-int64_t record_bytes(const SampleBytes& bytes, int64_t num_tokens) {
-  return aligned(bytes.fixed + bytes.per_token * num_tokens);
-}
-
 at::Tensor checked(const at::Tensor& tensor, const std::string& name) {
   if (!tensor.defined()) throw_argument(name, "no tensor", "a tensor");
   if (tensor.layout() != at::kStrided || tensor.is_quantized() || !tensor.is_cpu()) {
@@ -141,10 +137,11 @@ SampleExchange::SampleExchange(std::shared_ptr<CommGroup> group, Rank rank, cons
       const SequenceId id = ids[chunk.sequence.index()];
       const Rank home = of_step.home_of(id);
       if (home != rank && chunk.rank != rank) continue;
+      const SampleBytes& of_sample = bytes[id.index()];
       Record record{.micro_batch = k,
                     .position = positions[c],
                     .chunk = chunk,
-                    .num_bytes = record_bytes(bytes[id.index()], chunk.num_tokens)};
+                    .num_bytes = aligned(of_sample.fixed + of_sample.per_token * chunk.num_tokens)};
       if (home == rank) record.sample = id.index() - of_step.first_of(rank).index();
       if (home == chunk.rank) {
         chunks_[k][record.position] = own.chunk_of(record.sample, chunk);

@@ -32,8 +32,6 @@ std::vector<at::Tensor> as_views(at::TensorList tensors) {
   return views;
 }
 
-// What methods check of tensors that they are given.
-
 /// A dense tensor of `num_rows` rows and at least `min_dims` dimensions. `rows` says in messages what it has rows for.
 void check_rows(const at::Tensor& tensor, std::string_view argument, int64_t num_rows, std::string_view rows,
                 int64_t min_dims) {
@@ -51,13 +49,11 @@ void check_rows(const at::Tensor& tensor, std::string_view argument, int64_t num
   }
 }
 
-/// On the device of `as`.
 void check_device(const at::Tensor& tensor, std::string_view argument, const at::Tensor& as, std::string_view as_name) {
   if (tensor.device() != as.device())
     throw_argument(argument, tensor.device(), text(as.device(), ", the device of ", as_name));
 }
 
-/// Not on the meta device.
 void check_has_memory(const at::Tensor& tensor, std::string_view argument) {
   if (tensor.is_meta()) throw_argument(argument, "a tensor on meta", "one on a device that has its values");
 }

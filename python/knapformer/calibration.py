@@ -68,6 +68,7 @@ class Calibration:
     device: str | None = None  # the device that was measured
     longest: int | None = None  # tokens of the longest length that was measured
     mode: str = "training"  # or "lora": what was measured trains adapters on a frozen base
+    overlaps_attention: bool = True  # whether exchanges run beside attention: on a CPU, its cores carry both
 
     def __float__(self) -> float:
         return self.gamma
@@ -88,13 +89,17 @@ class Calibration:
 
     def cluster(self, of: Cluster | None = None) -> Cluster:
         """`of` (default: Cluster()), with the fields that were measured here in place of its own."""
-        fields = {"flops_per_s": self.flops_per_s}
+        base = of or Cluster()
+        fields: dict[str, Any] = {
+            "flops_per_s": self.flops_per_s,
+            "overlaps_attention": base.overlaps_attention and self.overlaps_attention,
+        }
         for name, cost in (("node", self.node), ("network", self.network)):
             if cost is not None:
                 fields |= {f"{name}_latency_s": cost.latency_s, f"{name}_bytes_per_s": cost.bytes_per_s}
         if self.fixed is not None:
             fields["fixed_s"] = self.fixed.seconds
-        return (of or Cluster()).replace(**fields)
+        return base.replace(**fields)
 
     def far_from(
         self, d_model: int, longest: int | None = None, device: str | None = None, masks: Iterable[str] = ()
@@ -148,12 +153,13 @@ _Check = tuple[Callable[[Any], bool], str]  # what fits, and what is expected
 _AT_LEAST_0: _Check = (lambda value: _is_number(value) and value >= 0, "a finite number >= 0")
 _ABOVE_0: _Check = (lambda value: _is_number(value) and value > 0, "a finite number > 0")
 _COUNT: _Check = (lambda value: type(value) is int and 1 <= value < 1 << 63, "an integer from 1 to 2^63 - 1")
+_FLAG: _Check = (lambda value: type(value) is bool, "true or false")
 _TEXTS: _Check = (
     lambda value: isinstance(value, list | tuple) and all(isinstance(text, str) for text in value), "a list of texts"
 )  # fmt: skip
 _CHECKS: dict[str, _Check] = {
     "gamma": _AT_LEAST_0, "seconds_per_flop": _ABOVE_0, "d_model": _COUNT,
-    "recomputes": (lambda value: type(value) is bool, "true or false"), "relative_rms_error": _AT_LEAST_0,
+    "recomputes": _FLAG, "overlaps_attention": _FLAG, "relative_rms_error": _AT_LEAST_0,
     "relative_rms_error_without_gamma": _AT_LEAST_0, "noise": _AT_LEAST_0, "mask": (_is_mask, "a mask's text"),
     "warnings": _TEXTS, "device": (lambda value: isinstance(value, str), "a text or null"), "longest": _COUNT,
     "mode": (lambda value: value in ("training", "lora"), "'training' or 'lora'"), "num_ranks": _COUNT,

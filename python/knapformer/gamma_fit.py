@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import SupportsFloat, SupportsIndex
@@ -45,12 +44,8 @@ def fit_workload(
     if len(set(lens)) < 2 or min(x) <= 0:
         raise ArgumentError(f"seq_lens: got {lens} of width {d_model}, expected two distinct lengths, all at least 1")
     y = [whole - part for whole, part in zip(both, x, strict=True)]
-
-    def dot(a: list[float], b: list[float]) -> float:
-        return math.fsum(map(operator.mul, a, b))
-
     x_norm, y_norm = math.hypot(*x), math.hypot(*y)
-    cosine = dot(x, y) / x_norm / y_norm
+    cosine = math.fsum(a * b for a, b in zip(x, y, strict=True)) / x_norm / y_norm
     x_sum, y_sum = math.fsum(x) / x_norm, math.fsum(y) / y_norm
     k = (x_sum - cosine * y_sum) / (1 - cosine**2) / x_norm
     k_gamma = (y_sum - cosine * x_sum) / (1 - cosine**2) / y_norm
@@ -63,5 +58,5 @@ def fit_workload(
     def error(k: float, k_gamma: float) -> float:
         return math.sqrt(math.fsum((k * a + k_gamma * b - 1) ** 2 for a, b in zip(x, y, strict=True)) / len(x))
 
-    k_alone = math.fsum(both) / dot(both, both)
+    k_alone = math.fsum(both) / math.fsum(a * a for a in both)
     return WorkloadFit(k, k_gamma / k, error(k, k_gamma), error(k_alone, k_alone))

@@ -84,7 +84,6 @@ T field_of(const Json& object, const char* name) {
   return value_of<T>(*it, name);
 }
 
-/// Parses an object.
 Json parse_json(std::string_view json_text) {
   Json json;
   try {

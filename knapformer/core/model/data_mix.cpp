@@ -32,12 +32,6 @@ constexpr std::array<NamedMix, 3> kPublishedMixes = {{
      "g8b4i256f1s0,g2b5i512f1s0,g2b5i1024f1s0,g4b1i2048f1s0,g1b10i256f4s0,g3b1i512f4s0,g8b2i256f85s1,g4b1i512f85s1"},
 }};
 
-/// The generator of one rank's draw in one step.
-Random random_of(uint64_t seed, uint64_t step, uint64_t rank) {
-  const auto mix = [](uint64_t z) { return Random::mix(z + Random::kGamma); };
-  return Random(mix(mix(mix(seed) + step) + rank));
-}
-
 [[noreturn]] void throw_malformed(const TextReader& reader, std::string_view expected) {
   reader.fail("data", text("'low', 'mixed', 'joint', or codes like 'g8b4i256f1s0' joined by commas: ", expected));
 }
@@ -129,7 +123,8 @@ const DataCode& DataMix::code_of(Rank rank) const {
 std::vector<Sample> DataMix::draw(uint64_t seed, int64_t step, Rank rank) const {
   if (rank.value < 0) throw_argument("rank", rank.value, "at least 0");
   const DataCode& code = code_of(rank);
-  Random random = random_of(seed, static_cast<uint64_t>(step), static_cast<uint64_t>(rank.value));
+  const auto mix = [](uint64_t z) { return Random::mix(z + Random::kGamma); };
+  Random random(mix(mix(mix(seed) + static_cast<uint64_t>(step)) + static_cast<uint64_t>(rank.value)));
   const double factor = 0.96 + 0.08 * random.uniform();
   const auto visual = static_cast<int64_t>(static_cast<double>(code.visual_tokens()) * factor);
   std::vector<Sample> samples(static_cast<size_t>(code.batch_size));

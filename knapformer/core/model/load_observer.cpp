@@ -14,10 +14,6 @@ constexpr double kFlopsUnit = 1e12;
 /// Alternations between the common fit and the ranks' speeds: more change nothing that could be measured.
 constexpr int kAlternations = 4;
 
-void LoadObserver::Moments::fade() {
-  for (double* sum : {&count, &t, &a, &tt, &ta, &aa}) *sum *= kFade;
-}
-
 void LoadObserver::Moments::add(const Moments& other, double speed) {
   const double square = speed * speed;
   count += other.count;
@@ -60,7 +56,9 @@ std::optional<LoadMeasurement> LoadObserver::add(std::span<const LoadMeasurement
     usual_rate_ = std::clamp(near, *(std::ssize(rates) % 2 == 0 ? median - 1 : median), *median);
   }
 
-  for (Moments& rank : ranks_) rank.fade();
+  for (Moments& rank : ranks_) {
+    for (double* sum : {&rank.count, &rank.t, &rank.a, &rank.tt, &rank.ta, &rank.aa}) *sum *= kFade;
+  }
   for (const LoadMeasurement& m : measurements) {
     if (is_idle(m)) continue;  // tells nothing
     if (const double ratio = rate(m) / usual_rate_; !(ratio >= 1 / kPlausible && ratio <= kPlausible)) {

@@ -64,7 +64,6 @@ class LoadObserver {
   /// Sums of T/s, A/s and their products over the measurements of one rank.
   struct Moments {
     double count = 0, t = 0, a = 0, tt = 0, ta = 0, aa = 0;
-    void fade();
     /// Adds the moments of a rank that is `speed` times as fast as the reference, converted to the reference speed.
     void add(const Moments& other, double speed = 1);
     /// The fit of this gamma and the k that minimises the sum of (k (T + gamma A)/s - 1)^2.

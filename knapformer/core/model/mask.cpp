@@ -248,15 +248,11 @@ std::vector<QueryPart> Mask::query_parts(int64_t seq_len, int32_t num_parts) con
     const auto run = static_cast<size_t>(std::ranges::lower_bound(pairs, target) - pairs.begin());
     if (run == 0) return int64_t{0};
     int64_t low = 0, high = all[run - 1].num_queries;
-    while (low < high) {
+    while (high - low > 1) {
       const int64_t middle = low + (high - low) / 2;
-      if (pairs[run - 1] + all[run - 1].pairs_before(middle) >= target) {
-        high = middle;
-      } else {
-        low = middle + 1;
-      }
+      (pairs[run - 1] + all[run - 1].pairs_before(middle) >= target ? high : low) = middle;
     }
-    return queries[run - 1] + low;
+    return queries[run - 1] + high;
   };
   std::vector<QueryPart> parts;
   parts.reserve(static_cast<size_t>(num_parts));

@@ -77,13 +77,10 @@ double AttentionShares::max(int32_t degree) const {
 
 int32_t AttentionShares::count(int32_t degree, int32_t index_in_group, HeadShares HeadPartition::*heads) const {
   const int32_t parts = head_parts(degree);
-  auto known = partitions_.find(parts);
-  if (known == partitions_.end()) {
-    known =
-        partitions_.emplace(parts, partition_heads(num_heads(degree), num_heads_ == 0 ? parts : num_kv_heads_, parts))
-            .first;
-  }
-  return static_cast<int32_t>((known->second.*heads).of(index_in_group % parts).size());
+  HeadPartition& known = partitions_[parts];  // without heads until it is made
+  if (known.query.num_heads == 0)
+    known = partition_heads(num_heads(degree), num_heads_ == 0 ? parts : num_kv_heads_, parts);
+  return static_cast<int32_t>((known.*heads).of(index_in_group % parts).size());
 }
 
 }  // namespace knapformer

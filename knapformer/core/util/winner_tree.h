@@ -5,7 +5,6 @@
 #include <bit>
 #include <cstddef>
 #include <cstdint>
-#include <span>
 #include <vector>
 
 #include "knapformer/core/util/error.h"
@@ -17,15 +16,13 @@ namespace knapformer {
 /// not, and processors mispredict it half the time.
 class WinnerTree {
  public:
-  /// At least one key.
-  explicit WinnerTree(std::span<const double> keys) : width_(std::bit_ceil(keys.size())), nodes_(2 * width_) {
+  /// `count` keys of 0; at least one.
+  explicit WinnerTree(size_t count) : width_(std::bit_ceil(count)), nodes_(2 * width_) {
     for (size_t i = 0; i < width_; ++i) {
-      nodes_[width_ + i] = {.key = i < keys.size() ? keys[i] : kInfinity, .index = static_cast<int32_t>(i)};
+      nodes_[width_ + i] = {.key = i < count ? 0 : kInfinity, .index = static_cast<int32_t>(i)};
     }
-    for (size_t i = width_ - 1; i > 0; --i) nodes_[i] = nodes_[2 * i + (nodes_[2 * i + 1].key < nodes_[2 * i].key)];
+    for (size_t i = width_ - 1; i > 0; --i) nodes_[i] = nodes_[2 * i];
   }
-  /// `count` keys of 0.
-  explicit WinnerTree(size_t count) : WinnerTree(std::vector<double>(count)) {}
 
   int32_t winner() const { return nodes_[1].index; }
   double min() const { return nodes_[1].key; }

@@ -44,8 +44,6 @@ std::string text_of(std::span<const std::optional<Mask>> masks) {
   return all;
 }
 
-int64_t num_words(const std::string& text) { return static_cast<int64_t>((text.size() + 7) / 8); }
-
 }  // namespace
 
 LengthGatherer::LengthGatherer(std::shared_ptr<CommGroup> group, int64_t balancer)
@@ -69,7 +67,7 @@ LengthGatherer::Pending LengthGatherer::start(GatheredLengths own, int64_t d_mod
   out[kObservedSeconds] = std::bit_cast<int64_t>(step.seconds);
   out[kNumSequences] = lengths.num_sequences();
   const std::string mask_texts = text_of(masks);
-  out[kMasks] = num_words(mask_texts);
+  out[kMasks] = static_cast<int64_t>((mask_texts.size() + 7) / 8);
   out[kWork] = static_cast<int64_t>(work.size());
   out[kBytes] = 2 * static_cast<int64_t>(sample_bytes.size());
   if (num_payload(out) <= capacity_) {  // else all ranks see the counts, and gather once more

@@ -138,10 +138,6 @@ class TwoStreams:
         moved = to_device(torch.cat([text_rows, image_rows]), device)
         return TwoStreams(*moved.split([len(text_rows), len(image_rows)]))
 
-    @property
-    def num_rows(self) -> int:
-        return self.text_rows.numel() + self.image_rows.numel()
-
     def join(self, text: Tensor, image: Tensor) -> Tensor:
         """(text rows, ...), (image rows, ...) -> (rows, ...)."""
         return cast(Tensor, _Join.apply(text, image, self))  # type: ignore[no-untyped-call]
@@ -152,7 +148,8 @@ class TwoStreams:
 
 
 def _joined(text: Tensor, image: Tensor, streams: TwoStreams) -> Tensor:
-    packed = image.new_empty((streams.num_rows, *image.shape[1:]))
+    num_rows = streams.text_rows.numel() + streams.image_rows.numel()
+    packed = image.new_empty((num_rows, *image.shape[1:]))
     # Not index_copy_: the compiler of torch 2.11 drops the gradient of what an in-place method returns.
     packed[streams.text_rows] = text
     packed[streams.image_rows] = image

@@ -113,8 +113,7 @@ TEST(PlanJson, RefusesWhatIsNoPlan) {
 }
 
 TEST(PlanJson, RefusesPairsThatItsMasksDoNotLeave) {
-  PlanInput input{
-      .seq_lens = SequenceLengths::from_lists({{100, 50}, {30}}), .topology = Topology::parse("g1n2"), .d_model = 64};
+  PlanInput input = lengths_in({{100, 50}, {30}}, "g1n2", 64);
   input.give_masks({Mask::parse("causal"), Mask::parse("full"), Mask::parse("c10 f20")});
   const auto good = nlohmann::json::parse(plan_to_json(plan_micro_batch(input, "balanced")));
   EXPECT_EQ(read(good.dump()).input().attention_pairs, (std::vector<int64_t>{5050, 2500, 655}));

@@ -4,12 +4,9 @@
 
 #include <algorithm>
 #include <cmath>
-#include <numeric>
-#include <string>
 
 #include "knapformer/core/util/error.h"
 #include "tests/core/cases.h"
-#include "tests/core/mixes.h"
 
 namespace knapformer {
 namespace {
@@ -36,11 +33,10 @@ TrainedModel small_model() {
   return model;
 }
 
-PlanInput input_of(const std::vector<std::vector<int64_t>>& lens, const char* topology, double gamma = 0.5) {
-  return {.seq_lens = SequenceLengths::from_lists(lens),
-          .topology = Topology::parse(topology, static_cast<int64_t>(lens.size())),
-          .d_model = kWidth,
-          .workload = {.gamma = gamma}};
+PlanInput input_of(const std::vector<std::vector<int64_t>>& lens, const char* topology) {
+  PlanInput in = lengths_in(lens, topology, kWidth);
+  in.workload.gamma = 0.5;
+  return in;
 }
 
 /// The step of the same plan on this cluster, of this model.
@@ -217,19 +213,18 @@ TEST(MicroBatchTime, HostCostCountsPieces) {
 /// Numbers small enough to work out by hand: width 1, 1 FLOP/s, one forward pass of one block: 24 s a token and 4 l^2 s
 /// of attention.
 PlanInput unit_input(const std::vector<std::vector<int64_t>>& lens, const char* topology) {
-  return {.seq_lens = SequenceLengths::from_lists(lens),
-          .topology = Topology::parse(topology, std::ssize(lens)),
-          .d_model = 1,
-          .workload = {.gamma = 1},
-          .cluster = {.flops_per_s = 1,
-                      .ranks_per_node = 2,
-                      .node_bytes_per_s = 2,
-                      .network_bytes_per_s = 0.5,
-                      .node_latency_s = 0,
-                      .network_latency_s = 0,
-                      .fixed_s = 0,
-                      .overlaps_attention = false},
-          .model = {.num_blocks = 1, .num_parameters = 0, .mode = StepMode::kInference}};
+  PlanInput in = lengths_in(lens, topology, 1);
+  in.workload.gamma = 1;
+  in.cluster = {.flops_per_s = 1,
+                .ranks_per_node = 2,
+                .node_bytes_per_s = 2,
+                .network_bytes_per_s = 0.5,
+                .node_latency_s = 0,
+                .network_latency_s = 0,
+                .fixed_s = 0,
+                .overlaps_attention = false};
+  in.model = {.num_blocks = 1, .num_parameters = 0, .mode = StepMode::kInference};
+  return in;
 }
 
 TEST(MicroBatchTime, UnevenChunksShareAttentionEvenlyAndExchangeByTheirTokens) {
@@ -401,51 +396,6 @@ TEST(MicroBatchTime, BytesAreThoseOfEveryChunkToEveryPeer) {
     EXPECT_NEAR(attention, step.attention_bytes.total(), 1e-9 * attention);
     EXPECT_NEAR(attention_between, step.attention_bytes.between, 1e-9 * attention);
   }
-}
-
-TEST(Accumulation, RanksThatWaitInEachMicroBatchTakeTheSum) {
-  Cases cases(1);
-  for (int i = 0; i < 50; ++i) {
-    StepInput input{.sequences = cases.input(true), .num_micro_batches = static_cast<int32_t>(cases.integer(1, 4))};
-    input.sequences.cluster.fixed_s = 0.25;
-    input.sequences.model.num_parameters = 1e6;
-    const Plan plan = cases.any_step(input);
-    const StepTime time = predict_step(plan);
-    double sum_s = 0;
-    for (const MicroBatchPlan& part : plan.plans()) sum_s += step_s(part);
-    EXPECT_DOUBLE_EQ(time.total_s, sum_s);
-    EXPECT_DOUBLE_EQ(std::accumulate(time.micro_batch_s.begin(), time.micro_batch_s.end(), 0.0), sum_s);
-  }
-}
-
-TEST(Accumulation, RanksThatWaitOnceGoOnWhenTheyAreDone) {
-  // Rank 0: 1000 tokens, then 10; rank 1: 10, then 1000. Waiting in each they take about 2000, waiting once 1010.
-  StepInput input{
-      .sequences = lengths_in({{1000, 10}, {10, 1000}}, "g2/1n1", 64), .num_micro_batches = 2, .sync = StepSync::kStep};
-  use_block_clock(input.sequences);
-  const auto blocks_s = [&](std::initializer_list<int64_t> lens) {
-    double sum_s = 0;
-    for (const int64_t l : lens)
-      sum_s += input.sequences.workload.work(l, 64) / 400e12 * input.sequences.model.num_blocks;
-    return sum_s;
-  };
-  const auto time_of = [&](int32_t degree_of_last) {
-    std::vector<MicroBatchPlan> plans;
-    const std::vector<int32_t> micro_batches = {0, 1, 0, 1};
-    for (PlanInput& part : micro_batch_inputs(input, micro_batches)) {
-      std::vector<Placement> placements;
-      for (int32_t r = 0; r < 2; ++r) placements.push_back(at(0, r, 1));
-      if (!plans.empty()) placements[1] = at(0, 0, degree_of_last);
-      if (!plans.empty() && degree_of_last == 1) placements[1].first_rank = Rank(1);
-      plans.emplace_back(std::move(part), "test", std::move(placements));
-    }
-    return predict_step(Plan(input, micro_batches, std::move(plans))).total_s;
-  };
-  EXPECT_NEAR(time_of(1), blocks_s({1000, 10}), 1e-12);
-  // Shared, the last sequence starts when rank 0 is done with its first, and rank 1 has waited.
-  EXPECT_GT(time_of(2), blocks_s({1000, 10}) + blocks_s({1000}) / 2);
-  input.sync = StepSync::kMicroBatch;
-  EXPECT_NEAR(time_of(1), blocks_s({1000, 1000}), 1e-12);
 }
 
 }  // namespace

@@ -6,9 +6,9 @@
 #include <string>
 #include <vector>
 
-#include "knapformer/core/util/error.h"
 #include "tests/core/cases.h"
 #include "tests/core/masks.h"
+#include "tests/core/refusals.h"
 
 namespace knapformer {
 namespace {
@@ -100,23 +100,15 @@ TEST(MaskRows, BlocksAreThoseOfTheDenseMask) {
 }
 
 TEST(MaskRows, MasksThatDoNotSayWhichKeysAreSeenAreRefused) {
-  const auto refusal = [](auto call) {
-    try {
-      call();
-    } catch (const ArgumentError& error) {
-      return std::string(error.what());
-    }
-    return std::string();
-  };
   const Mask density = Mask::parse("density:0.5");
   const QueryPart whole{.first_query = 0, .num_queries = 4, .first_key = 0, .num_keys = 4};
   const std::string words = "mask: got 'density:0.5', expected a mask that says which keys";
-  EXPECT_TRUE(refusal([&] { MaskRows().add(density, 4, whole); }).starts_with(words));
+  EXPECT_TRUE(refusal_of([&] { MaskRows().add(density, 4, whole); }).starts_with(words));
 
   PlanInput input{.seq_lens = SequenceLengths::from_lists({{4}, {6}})};
-  EXPECT_EQ(refusal([&] { check_masks_run(input); }), "");  // full attention
+  EXPECT_EQ(refusal_of([&] { check_masks_run(input); }), "");  // full attention
   input.give_masks({Mask::parse("causal"), density});
-  EXPECT_TRUE(refusal([&] { check_masks_run(input); }).starts_with(words));
+  EXPECT_TRUE(refusal_of([&] { check_masks_run(input); }).starts_with(words));
 }
 
 }  // namespace

@@ -6,8 +6,8 @@
 #include <numeric>
 
 #include "knapformer/core/planners/planner.h"
-#include "knapformer/core/util/error.h"
 #include "tests/core/cases.h"
+#include "tests/core/refusals.h"
 
 namespace knapformer {
 namespace {
@@ -30,14 +30,9 @@ TEST(SequenceLengths, NumbersSequencesThroughTheRanks) {
 
 TEST(SequenceLengths, RefusesLengthsThatAreNone) {
   for (const int64_t length : {int64_t{0}, int64_t{-1}, SequenceLengths::kMaxSequenceTokens + 1}) {
-    try {
-      SequenceLengths::from_lists({{4}, {3, length}});
-      FAIL();
-    } catch (const ArgumentError& error) {
-      EXPECT_EQ(std::string(error.what()),
-                "seq_lens: got " + std::to_string(length) +
-                    " for sequence 1 of rank 1, expected a length of 1 to 2147483647 tokens");
-    }
+    EXPECT_EQ(refusal_of([&] { SequenceLengths::from_lists({{4}, {3, length}}); }),
+              "seq_lens: got " + std::to_string(length) +
+                  " for sequence 1 of rank 1, expected a length of 1 to 2147483647 tokens");
   }
   EXPECT_THROW(SequenceLengths({1, 2}, std::vector<int64_t>{1}), ArgumentError);
   EXPECT_THROW(SequenceLengths({1, 2}, std::vector<int64_t>{3}), ArgumentError);
@@ -140,11 +135,7 @@ TEST(MicroBatchPlan, ValidateFindsEveryBrokenPromise) {
   check("g2n2", at(0, 1, 2), {5, 5});    // out of its bag
   check("g4/2n1", at(0, 1, 2), {5, 5});  // not aligned
   check("g2n2", at(5, 0, 2), {5, 5});    // no such bag
-  PlanInput replicas = {.seq_lens = SequenceLengths::from_lists({{10}, {}, {}, {}}),
-                        .topology = Topology::parse("g2n1", 4),
-                        .d_model = 4,
-                        .workload = {}};
-  const MicroBatchPlan leaves(replicas, "any", {at(1, 2, 2)}, {5, 5});
+  const MicroBatchPlan leaves(lengths_in({{10}, {}, {}, {}}, "g2n1", 4), "any", {at(1, 2, 2)}, {5, 5});
   EXPECT_THROW(leaves.validate(), StateError);
 }
 

@@ -13,11 +13,8 @@ namespace knapformer {
 namespace {
 
 StepInput two_ranks() {
-  StepInput input{.sequences = {.seq_lens = SequenceLengths::from_lists({{10, 20, 30}, {40, 50}}),
-                                .topology = Topology::parse("g2/1n1"),
-                                .d_model = 8},
-                  .num_micro_batches = 2,
-                  .sync = StepSync::kStep};
+  StepInput input{
+      .sequences = lengths_in({{10, 20, 30}, {40, 50}}, "g2/1n1", 8), .num_micro_batches = 2, .sync = StepSync::kStep};
   input.sequences.give_mask(Mask::parse("causal"));
   return input;
 }
@@ -81,10 +78,7 @@ TEST(Plan, JsonHoldsIt) {
 
 TEST(Plan, JsonKeepsPairsThatNoDoubleHolds) {
   constexpr int64_t kLength = 200'000'001;  // of n (n + 1) / 2 pairs: above 2^53, and odd
-  StepInput input{.sequences = {.seq_lens = SequenceLengths::from_lists({{kLength, kLength}}),
-                                .topology = Topology::parse("g1n1"),
-                                .d_model = 64},
-                  .num_micro_batches = 2};
+  StepInput input{.sequences = lengths_in({{kLength, kLength}}, "g1n1", 64), .num_micro_batches = 2};
   input.sequences.give_mask(Mask::parse("causal"));
   const Plan plan = planned(input, {0, 1});
   EXPECT_EQ(plan_from_json(plan_to_json(plan)), plan);

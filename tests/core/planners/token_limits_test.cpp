@@ -9,6 +9,7 @@
 
 #include "knapformer/core/planners/planner.h"
 #include "tests/core/planners/whole_step/steps.h"
+#include "tests/core/refusals.h"
 
 namespace knapformer {
 namespace {
@@ -145,24 +146,19 @@ TEST(TokenLimit, NothingIsRefusedThatFitsOneByOne) {
 }
 
 TEST(TokenLimit, OneThatIsTooLowIsRefusedWithTheLeast) {
-  const auto refusal_of = [](const StepInput& input) {
-    try {
-      plan_step(input, "balanced");
-      return std::string();
-    } catch (const TokenLimitError& error) {
-      return std::string(error.what());
-    }
+  const auto refusal = [](const std::vector<std::vector<int64_t>>& lens, int64_t limit) {
+    return refusal_of<TokenLimitError>([&] { plan_step(default_step(lens, "g1n2", 2, limit), "balanced"); });
   };
   EXPECT_EQ(
-      refusal_of(default_step({{50, 50, 50}, {50, 50}}, "g1n2", 2, 62)),
+      refusal({{50, 50, 50}, {50, 50}}, 62),
       "max_tokens_per_rank: got 62, expected at least 63: a replica of 2 ranks has 250 tokens, 2 more than it may "
       "hold in 2 micro-batches");
   EXPECT_EQ(
-      refusal_of(default_step({{150, 1}, {1}}, "g1n2", 2, 149)),
+      refusal({{150, 1}, {1}}, 149),
       "max_tokens_per_rank: got 149, expected at least 150: a sequence of 150 tokens is shared by at most 1 rank, 1 "
       "more tokens each than they may hold");
   // 5 sequences of 50 tokens in 4 lists: some list has two of them, which the least limit does not see.
-  EXPECT_NE(refusal_of(default_step({{50, 50, 50}, {50, 50}}, "g1n2", 2, 63)), "");
+  EXPECT_NE(refusal({{50, 50, 50}, {50, 50}}, 63), "");
 }
 
 TEST(TokenLimit, TheFewestKeepTheLimit) {

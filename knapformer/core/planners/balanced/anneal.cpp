@@ -48,7 +48,9 @@ class Search {
     for (int64_t move = 0; move < options_.num_moves; ++move) {
       if (move % kMovesPerCheck == kMovesPerCheck - 1) check_interrupt();
       if (move > 0 && move % moves_per_halving == 0) temperature /= 2;
-      if (!step(temperature)) continue;
+      const std::optional<Change> change = propose();
+      if (!change || !is_kept(*change, temperature * random_.exponential())) continue;
+      commit(*change);
       if (slowest_time() < best) {
         best = slowest_time();
         best_node = node_;
@@ -136,14 +138,6 @@ class Search {
 
     bool in_one_bag() const { return from_bag == to_bag; }
   };
-
-  /// Proposes one change. Returns whether it was kept.
-  bool step(double temperature) {
-    const std::optional<Change> change = propose();
-    if (!change || !is_kept(*change, temperature * random_.exponential())) return false;
-    commit(*change);
-    return true;
-  }
 
   std::optional<Change> propose() {
     const int32_t a = random_item();

@@ -38,9 +38,7 @@ GroupChooser::GroupChooser(PlacementTrees& trees) : trees_(trees) {
 
 void GroupChooser::refresh_bag_of(int32_t v) {
   const int32_t bag = trees_.node(v).bag;
-  if (!is_stale_[bag]) return;
-  is_stale_[bag] = 0;
-  trees_.update_bag(bag);
+  if (std::exchange(is_stale_[bag], 0) != 0) trees_.update_bag(bag);
 }
 
 bool GroupChooser::place_alone(const TreeItem& item, int32_t v) {

@@ -160,11 +160,6 @@ bool PlacementTrees::keeps_limit() const {
   return true;
 }
 
-void PlacementTrees::clear() {
-  for (State& state : states_) state = {};
-  update_all();
-}
-
 void PlacementTrees::put(std::span<const int32_t> node_of_item) {
   for (State& state : states_) state = {};
   for (size_t i = 0; i < node_of_item.size(); ++i) add(items_[i], node_of_item[i]);

@@ -127,7 +127,7 @@ class PlacementTrees {
     return item.tokens * n.load_per_token + item.attention * n.attention_share;
   }
 
-  void clear();
+  void clear() { put({}); }
   /// Puts every item at its node, and takes all others out.
   void put(std::span<const int32_t> node_of_item);
   void add(const TreeItem& item, int32_t v) { change(item, v, 1.0); }
@@ -234,16 +234,7 @@ inline void PlacementTrees::save(int32_t a, int32_t b, Paths& out) const {
     out.states[out.count++] = state(v);
     v = node(v).parent;
   };
-  if (node(a).bag == node(b).bag) {
-    while (a != b) {
-      if (node(a).degree <= node(b).degree)
-        climb(a);
-      else
-        climb(b);
-    }
-  } else {
-    while (b >= 0) climb(b);
-  }
+  while (a != b) climb(b < 0 || (a >= 0 && node(a).degree <= node(b).degree) ? a : b);  // in two bags: to -1
   while (a >= 0) climb(a);
 }
 

@@ -15,30 +15,24 @@ struct BagQueue {
   WinnerTree occupancy;  // by bag
 };
 
-/// The queues of one replica, small bags first.
-std::vector<BagQueue> make_queues(const Topology& topology, int32_t replica, double target_per_rank) {
-  std::vector<BagQueue> queues;
-  int32_t first = replica * topology.num_bags_per_replica();
-  for (const BagShape& shape : topology.shapes()) {
-    queues.push_back({.num_ranks = shape.num_ranks_per_bag(),
-                      .first_bag = first,
-                      .capacity = shape.num_ranks_per_bag() * target_per_rank,
-                      .occupancy = WinnerTree(static_cast<size_t>(shape.num_bags))});
-    first += shape.num_bags;
-  }
-  return queues;
-}
-
 void assign_replica(const PlanInput& input, int32_t replica, Capacity capacity, std::span<Placement> placements) {
   const Topology& topology = input.topology;
-  const int32_t num_ranks = topology.num_ranks_per_replica();
   const auto [first, last] = input.sequences_of(replica);
   // In TFLOP, as in the authors' code: so sums round alike, and near-ties of occupancy are decided the same way.
   const auto work_of = [&](SequenceId id) { return input.work(id) / 1e12; };
   double total_work = 0;
   for (int32_t s = first.value; s < last.value; ++s) total_work += work_of(SequenceId(s));
 
-  std::vector<BagQueue> queues = make_queues(topology, replica, total_work / num_ranks);
+  const double target_per_rank = total_work / topology.num_ranks_per_replica();
+  std::vector<BagQueue> queues;  // small bags first
+  int32_t first_bag = replica * topology.num_bags_per_replica();
+  for (const BagShape& shape : topology.shapes()) {
+    queues.push_back({.num_ranks = shape.num_ranks_per_bag(),
+                      .first_bag = first_bag,
+                      .capacity = shape.num_ranks_per_bag() * target_per_rank,
+                      .occupancy = WinnerTree(static_cast<size_t>(shape.num_bags))});
+    first_bag += shape.num_bags;
+  }
   for (const SequenceId id : input.by_descending_work(replica)) {
     const double work = work_of(id);
     const int64_t length = input.seq_lens[id];

@@ -1,1 +1,0 @@
-"""`knapformer calibrate`: measures a model's blocks and the group's exchanges, and fits the workload model to them."""

@@ -76,7 +76,7 @@ def fit_fixed(predicted_s: Sequence[float], measured_s: Sequence[float], num_ran
 
 def calibration_of(
     lengths: Sequence[int], latencies_s: Sequence[float], spreads: Sequence[float], d_model: int, *, recomputes: bool,
-    mode: str = "training", mask: str = "full", device: str | None = None,
+    mode: str = "training", mask: str = "full", device: str | None = None, overlaps_attention: bool = True,
 ) -> Calibration:  # fmt: skip
     """latencies_s: of one block over one sequence of each length; spreads: relative, between their repeats.
 
@@ -93,4 +93,5 @@ def calibration_of(
         fit.gamma * passes.token_passes / passes.attention_passes, fit.seconds_per_flop, d_model, recomputes,
         fit.relative_rms_error, fit.relative_rms_error_without_gamma, noise, mask=mask, device=device,
         warnings=tuple(fit_warnings(lengths, fit, noise, d_model, mask)), longest=max(lengths), mode=mode,
+        overlaps_attention=overlaps_attention,
     )  # fmt: skip

@@ -76,7 +76,7 @@ def calibrate(args: argparse.Namespace, config: ModelConfig, lengths: Sequence[i
     calibration = _with_exchanges(
         calibration_of(
             lengths, times.per_block(), times.spreads(), config.d_model, recomputes=args.recomputes, mode=mode,
-            mask=mask, device=device_name(device),
+            mask=mask, device=device_name(device), overlaps_attention=device.type != "cpu",
         ),
         exchanges,
     )  # fmt: skip

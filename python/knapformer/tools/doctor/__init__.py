@@ -1,1 +1,0 @@
-"""`knapformer doctor`: what balancing gains on one's own lengths, compared with what is done now."""

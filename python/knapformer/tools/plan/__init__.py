@@ -1,1 +1,0 @@
-"""`knapformer plan`: plans of steps, and what steps of a growing cluster are predicted to take."""

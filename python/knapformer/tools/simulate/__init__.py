@@ -1,1 +1,0 @@
-"""The training simulator: fake training steps with and without the balancer, on real ranks."""

@@ -10,9 +10,9 @@
 #include "knapformer/core/planners/planner.h"
 #include "knapformer/core/planners/token_limits.h"
 #include "knapformer/core/planners/whole_step/step_solver.h"
-#include "knapformer/core/util/error.h"
 #include "tests/core/cases.h"
 #include "tests/core/mixes.h"
+#include "tests/core/refusals.h"
 
 namespace knapformer {
 namespace {
@@ -151,11 +151,7 @@ TEST(BalancedSolver, EveryReplicaIsSolvedForItself) {
     PlanInput in{.seq_lens = lens, .topology = Topology::parse("g8/4/2/1n1", 8), .d_model = 3072, .workload = {}};
     alone.push_back(predict_micro_batch(balanced(in)).replica_block_s[0]);
   }
-  const PlanInput in = {.seq_lens = SequenceLengths::from_lists(all),
-                        .topology = Topology::parse("g8/4/2/1n1", 48),
-                        .d_model = 3072,
-                        .workload = {}};
-  const MicroBatchPlan plan = balanced(in);
+  const MicroBatchPlan plan = balanced(lengths_in(all, "g8/4/2/1n1", 3072));
   plan.validate();
   const MicroBatchTime time = predict_micro_batch(plan);
   for (size_t i = 0; i < alone.size(); ++i)
@@ -178,15 +174,9 @@ TEST(BalancedSolver, KeepsALimitOfTokensOrSaysByHowMuchItCannot) {
   one.seq_lens = SequenceLengths::from_lists({{1000}, {1}, {1}, {1}});
   one.topology = Topology::parse("g2/1n2", 4);
   one.max_tokens_per_rank = 300;
-  try {
-    balanced(one);
-    FAIL();
-  } catch (const ArgumentError& error) {
-    EXPECT_STREQ(
-        error.what(),
-        "max_tokens_per_rank: got 300, expected at least 500: a sequence of 1000 tokens is shared by at most 2 "
-        "ranks, 200 more tokens each than they may hold");
-  }
+  EXPECT_EQ(refusal_of([&] { balanced(one); }),
+            "max_tokens_per_rank: got 300, expected at least 500: a sequence of 1000 tokens is shared by at most 2 "
+            "ranks, 200 more tokens each than they may hold");
   one.max_tokens_per_rank = 500;
   EXPECT_EQ(balanced(one).max_tokens(), 500);
 
@@ -195,26 +185,16 @@ TEST(BalancedSolver, KeepsALimitOfTokensOrSaysByHowMuchItCannot) {
   all.seq_lens = SequenceLengths::from_lists({{10}, {10, 10}, {}, {10}});
   all.topology = Topology::parse("g1n4", 4);
   all.max_tokens_per_rank = 9;
-  try {
-    balanced(all);
-    FAIL();
-  } catch (const ArgumentError& error) {
-    EXPECT_STREQ(error.what(),
-                 "max_tokens_per_rank: got 9, expected at least 10: a replica of 4 ranks has 40 tokens, 4 more than it "
-                 "may hold");
-  }
+  EXPECT_EQ(refusal_of([&] { balanced(all); }),
+            "max_tokens_per_rank: got 9, expected at least 10: a replica of 4 ranks has 40 tokens, 4 more than it may "
+            "hold");
 
   // The search may miss the mean by a little. What it names it keeps.
   in.max_tokens_per_rank = mean - 1;
-  try {
-    balanced(in);
-    FAIL();
-  } catch (const ArgumentError& error) {
-    const std::string start = "max_tokens_per_rank: got " + std::to_string(mean - 1) + ", expected ";
-    const std::string message = error.what();
-    ASSERT_TRUE(message.starts_with(start)) << message;
-    in.max_tokens_per_rank = std::stoll(message.substr(message.find_first_of("123456789", start.size())));
-  }
+  const std::string refusal = refusal_of([&] { balanced(in); });
+  const std::string start = "max_tokens_per_rank: got " + std::to_string(mean - 1) + ", expected ";
+  ASSERT_TRUE(refusal.starts_with(start)) << refusal;
+  in.max_tokens_per_rank = std::stoll(refusal.substr(refusal.find_first_of("123456789", start.size())));
   EXPECT_GE(in.max_tokens_per_rank, mean);
   EXPECT_LE(in.max_tokens_per_rank, mean + mean / 1000);
   EXPECT_LE(balanced(in).max_tokens(), in.max_tokens_per_rank);
@@ -238,10 +218,7 @@ TEST(BalancedSolver, ALimitThatIsKeptAnywayCostsNothing) {
 }
 
 TEST(BalancedSolver, EqualSequencesStayAtHome) {
-  PlanInput in;
-  in.seq_lens = SequenceLengths::from_lists(std::vector<std::vector<int64_t>>(16, std::vector<int64_t>(4, 300)));
-  in.topology = Topology::parse("g8/4/2/1n2", 16);
-  in.d_model = 3072;
+  PlanInput in = lengths_in({16, std::vector<int64_t>(4, 300)}, "g8/4/2/1n2", 3072);
   EXPECT_EQ(balanced(in).tokens_moved(), 0);
   // In flat bags too, where greedy knows no homes: nothing moves, or what must stays on its node.
   in.topology = Topology::parse("g1n16", 16);
@@ -258,10 +235,7 @@ TEST(BalancedSolver, EqualSequencesStayAtHome) {
 }
 
 TEST(BalancedSolver, SlowRanksMayStandAnywhere) {
-  PlanInput in;
-  in.seq_lens = SequenceLengths::from_lists({{5000}, {5000}, {}, {}});
-  in.topology = Topology::parse("g4/2/1n1", 4);
-  in.d_model = 3072;
+  PlanInput in = lengths_in({{5000}, {5000}, {}, {}}, "g4/2/1n1", 3072);
   in.rank_speed = {1, 1, 0.1, 0.1};
   const double last_s = predict_micro_batch(balanced(in)).blocks_s();
   in.rank_speed = {0.1, 0.1, 1, 1};
@@ -296,9 +270,7 @@ TEST(BalancedSolver, IsNeverWorseThanItsFlatTopologiesPlannedAlone) {
   };
   for (const Case& c : {Case{sparse, 1.0, "g8/4/2/1n4", {"g8n4", "g4n8", "g2n16", "g1n32"}},
                         Case{one_rank, 0.41, "g6/3/1n2", {"g6n2", "g3n4", "g1n12"}}}) {
-    PlanInput in;
-    in.seq_lens = SequenceLengths::from_lists(c.lengths);
-    in.d_model = 3072;
+    PlanInput in = lengths_in(c.lengths, c.nested, 3072);
     in.workload.gamma = c.gamma;
     const auto time_s = [&](const char* topology, int64_t effort) {
       in.topology = Topology::parse(topology, in.seq_lens.num_ranks());
@@ -312,25 +284,14 @@ TEST(BalancedSolver, IsNeverWorseThanItsFlatTopologiesPlannedAlone) {
 }
 
 TEST(BalancedSolver, RefusesALimitWithWhatIsProvenOrSaysWhatWasFound) {
-  PlanInput in;
-  in.d_model = 3072;
-  in.seq_lens = SequenceLengths::from_lists({{}, {}, {4, 6}});
-  in.topology = Topology::parse("g1n3", 3);
+  PlanInput in = lengths_in({{}, {}, {4, 6}}, "g1n3", 3072);
   in.max_tokens_per_rank = 2;  // ten tokens on three ranks need 4 a rank, but the longest stays whole
-  const auto refusal = [&] {
-    try {
-      balanced(in);
-    } catch (const ArgumentError& error) {
-      return std::string(error.what());
-    }
-    return std::string("a plan");
-  };
-  EXPECT_EQ(refusal(),
+  EXPECT_EQ(refusal_of([&] { balanced(in); }),
             "max_tokens_per_rank: got 2, expected at least 6: a sequence of 6 tokens is shared by at most 1 rank, 4 "
             "more tokens each than they may hold");
   in.seq_lens = SequenceLengths::from_lists({{5}, {5}, {5, 5}});
   in.max_tokens_per_rank = 7;  // no bound says that whole fives do not fit
-  EXPECT_EQ(refusal(),
+  EXPECT_EQ(refusal_of([&] { balanced(in); }),
             "max_tokens_per_rank: got 7, expected 10, 3 more: the minimum that solver 'balanced' found with topology "
             "g1n3; with more effort, or in bags of more ranks, less may be possible");
 }

@@ -54,10 +54,7 @@ void check_close_to_the_best(bool with_given_work) {
     std::mt19937_64 random(seed);
     std::vector<std::vector<int64_t>> lens(4);
     for (int i = 0; i < 5; ++i) lens[random() % 4].push_back(int64_t{200} << (random() % 7));
-    PlanInput in;
-    in.seq_lens = SequenceLengths::from_lists(lens);
-    in.topology = Topology::parse(seed % 2 == 0 ? "g4/2/1n1" : "g2/1n2", 4);
-    in.d_model = 3072;
+    PlanInput in = lengths_in(lens, seed % 2 == 0 ? "g4/2/1n1" : "g2/1n2", 3072);
     if (with_given_work) {
       std::vector<double> work;
       for (int i = 0; i < 5; ++i) work.push_back(1e11 * static_cast<double>(1 << (random() % 7)));
@@ -133,11 +130,8 @@ TEST(BalancedSolver, FindsAPlanWithinALimitThatSomePlanKeeps) {
     std::mt19937_64 random(seed);
     std::vector<std::vector<int64_t>> lens(4);
     for (int i = 0; i < 6; ++i) lens[random() % 4].push_back(static_cast<int64_t>(100 + random() % 3000));
-    PlanInput in;
-    in.seq_lens = SequenceLengths::from_lists(lens);
     const char* topologies[] = {"g4/2/1n1", "g2/1n2", "g2n2", "g1n2+g2n1", "g1n4"};
-    in.topology = Topology::parse(topologies[seed % 5], 4);
-    in.d_model = 512;
+    PlanInput in = lengths_in(lens, topologies[seed % 5], 512);
     in.max_tokens_per_rank = least_limit(in);
     for (const int64_t effort : {Effort::kLow, Effort::kDefault}) {
       EXPECT_NO_THROW(balanced(in, {.moves = effort}).validate()) << "seed " << seed << ", effort " << effort;

@@ -121,11 +121,7 @@ TEST(BalancedSolver, WithExchangesFreeWorkIsEven) {
 }
 
 TEST(BalancedSolver, FasterRanksGetMore) {
-  PlanInput in;
-  std::vector<std::vector<int64_t>> lens(8, std::vector<int64_t>(16, 500));
-  in.seq_lens = SequenceLengths::from_lists(lens);
-  in.topology = Topology::parse("g8/4/2/1n1", 8);
-  in.d_model = 3072;
+  PlanInput in = lengths_in({8, std::vector<int64_t>(16, 500)}, "g8/4/2/1n1", 3072);
   in.rank_speed = {2, 2, 1, 1, 1, 1, 1, 1};
   const MicroBatchPlan plan = balanced(in);
   EXPECT_LE(block_loss(plan), 1.06);

@@ -3,7 +3,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <string>
 #include <vector>
 
 #include "knapformer/core/planners/balanced/uneven_chunks.h"
@@ -14,13 +13,6 @@
 
 namespace knapformer {
 namespace {
-
-PlanInput input_of(const std::vector<std::vector<int64_t>>& lens, const std::string& topology) {
-  return {.seq_lens = SequenceLengths::from_lists(lens),
-          .topology = Topology::parse(topology, std::ssize(lens)),
-          .d_model = 3072,
-          .workload = {}};
-}
 
 /// Cuts as the solver does.
 MicroBatchPlan plan_of(const PlanInput& in, const std::vector<Placement>& placements) {
@@ -72,7 +64,7 @@ TEST(Locality, AsManyEqualSequencesAsPossibleStayAtHome) {
     const auto num_ranks = static_cast<int32_t>(cases.integer(2, 6));
     std::vector<std::vector<int64_t>> lens(static_cast<size_t>(num_ranks));
     for (auto& list : lens) list.assign(static_cast<size_t>(cases.integer(0, 4)), 512);
-    const PlanInput in = input_of(lens, text("g1n", num_ranks));
+    const PlanInput in = lengths_in(lens, text("g1n", num_ranks), 3072);
     std::vector<int32_t> held(lens.size(), 0);
     std::vector<Placement> placements;
     for (int32_t s = 0; s < in.seq_lens.num_sequences(); ++s) {
@@ -88,7 +80,7 @@ TEST(Locality, AsManyEqualSequencesAsPossibleStayAtHome) {
 }
 
 TEST(Locality, SequencesThatCannotStayAtHomeStayInTheirNode) {
-  PlanInput in = input_of({{8}, {8}, {8}, {8}}, "g1n4");
+  PlanInput in = lengths_in({{8}, {8}, {8}, {8}}, "g1n4", 3072);
   in.cluster.ranks_per_node = 2;
   std::vector<Placement> placements;
   for (const int32_t rank : {3, 3, 1, 1}) placements.push_back({.bag = BagId(rank), .first_rank = Rank(rank)});
@@ -98,7 +90,7 @@ TEST(Locality, SequencesThatCannotStayAtHomeStayInTheirNode) {
 }
 
 TEST(Locality, NothingSwapsWhereNothingIsRouted) {
-  PlanInput in = input_of({{100}, {100}}, "g1n2");
+  PlanInput in = lengths_in({{100}, {100}}, "g1n2", 3072);
   const std::vector<Placement> placements = {{.bag = BagId(1), .first_rank = Rank(1)},
                                              {.bag = BagId(0), .first_rank = Rank(0)}};
   EXPECT_EQ(at_home(in, placements).tokens_moved(), 0);
@@ -108,7 +100,7 @@ TEST(Locality, NothingSwapsWhereNothingIsRouted) {
 
 TEST(Locality, TakesManyEqualSequencesOfOneBag) {
   constexpr int32_t kRanks = 1 << 16;
-  const PlanInput in = input_of(std::vector<std::vector<int64_t>>(8, std::vector<int64_t>(kRanks, 8)), "g8n1");
+  const PlanInput in = lengths_in({8, std::vector<int64_t>(kRanks, 8)}, "g8n1", 3072);
   const std::vector<Placement> all(kRanks * 8, at(0, 0, 8));
   EXPECT_EQ(at_home(in, all), plan_of(in, all));
 }

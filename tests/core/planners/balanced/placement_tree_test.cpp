@@ -38,11 +38,15 @@ TEST(PlacementTrees, AGroupTakesNoLongerThanTheClockSays) {
 }
 
 TEST(PlacementTrees, NoChangeHasLessThanTheLeastEnergy) {
-  double least_sum = 0, energy_sum = 0;
+  int num_changes = 0, num_near = 0;
   for (uint64_t seed = 0; seed < 300; ++seed) {
     Cases cases(seed);
     PlacementTrees trees(cases.input(true), 0);
-    const auto any_node = [&] { return static_cast<int32_t>(cases.integer(0, trees.num_nodes() - 1)); };
+    const auto any_node = [&] {  // mostly a rank
+      auto v = static_cast<int32_t>(cases.integer(0, trees.num_nodes() - 1));
+      while (trees.node(v).num_children > 0 && cases.integer(0, 9) > 0) v = trees.node(v).first_child;
+      return v;
+    };
     std::vector<int32_t> nodes(trees.items().size());
     std::ranges::generate(nodes, any_node);
     trees.put(nodes);
@@ -55,11 +59,11 @@ TEST(PlacementTrees, NoChangeHasLessThanTheLeastEnergy) {
       trees.put(nodes);
       const double energy = trees.state(trees.root(trees.node(to).bag)).energy;
       EXPECT_LE(least, energy * (1 + 1e-9)) << "seed " << seed;
-      least_sum += least;
-      energy_sum += energy;
+      ++num_changes;
+      num_near += least >= energy / 2;
     }
   }
-  EXPECT_GE(least_sum, energy_sum * 0.5);
+  EXPECT_GE(num_near, num_changes / 2);
 }
 
 TEST(PlacementTrees, WholeSequencesOfDeepBagsExchangeNothing) {

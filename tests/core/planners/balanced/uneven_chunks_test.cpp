@@ -12,10 +12,7 @@ namespace {
 
 TEST(UnevenChunks, EvensOutThePerTokenPhase) {
   // 2 ranks: 100 tokens whole on rank 0, 300 shared: 100 + 100, 200.
-  PlanInput in;
-  in.seq_lens = SequenceLengths::from_lists({{100, 300}, {}});
-  in.topology = Topology::parse("g2/1n1", 2);
-  in.d_model = 8;
+  PlanInput in = lengths_in({{100, 300}, {}}, "g2/1n1", 8);
   const std::vector<Placement> placements = {at(0, 0, 1), at(0, 0, 2)};
   EXPECT_EQ(uneven_chunk_lens(in, placements), (std::vector<int64_t>{100, 100, 200}));
   // With rank 0 three times as fast, 300 of the 400 tokens are its.
@@ -47,11 +44,7 @@ TEST(UnevenChunks, SpeedsAreRelative) {
 }
 
 TEST(UnevenChunks, KeepsAnyLengthAndSpeed) {
-  PlanInput in;
-  in.seq_lens = SequenceLengths::from_lists(
-      std::vector<std::vector<int64_t>>(4, std::vector<int64_t>(500, SequenceLengths::kMaxSequenceTokens)));
-  in.topology = Topology::parse("g4/2/1n1", 4);
-  in.d_model = 8;
+  PlanInput in = lengths_in({4, std::vector<int64_t>(500, SequenceLengths::kMaxSequenceTokens)}, "g4/2/1n1", 8);
   in.rank_speed = {1, 1e-6, 1e-3, 1};
   std::vector<Placement> placements;
   for (int32_t s = 0; s < 2000; ++s) placements.push_back(at(0, s % 3 == 0 ? 2 : 0, s % 3 == 0 ? 2 : 4));

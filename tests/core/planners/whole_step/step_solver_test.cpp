@@ -17,6 +17,7 @@
 #include "knapformer/core/util/interrupt.h"
 #include "tests/core/cases.h"
 #include "tests/core/planners/whole_step/steps.h"
+#include "tests/core/refusals.h"
 
 namespace knapformer {
 namespace {
@@ -351,22 +352,14 @@ TEST(MicroBatches, MoreMicroBatchesThanSequences) {
 }
 
 TEST(MicroBatches, RefusalsNameTheArgument) {
-  const auto message = [](const StepInput& input, std::string_view solver) -> std::string {
-    try {
-      plan_step(input, solver);
-    } catch (const ArgumentError& error) {
-      return error.what();
-    }
-    return "";
-  };
   StepInput input = step_of_mix("mixed", 0, 0.41, 2);
-  EXPECT_TRUE(message(input, "greedy").starts_with("solver:"));  // nested bags
-  EXPECT_TRUE(message(input, "best").starts_with("solver:"));
+  EXPECT_TRUE(refusal_of([&] { plan_step(input, "greedy"); }).starts_with("solver:"));  // nested bags
+  EXPECT_TRUE(refusal_of([&] { plan_step(input, "best"); }).starts_with("solver:"));
   input.num_micro_batches = 0;
-  EXPECT_TRUE(message(input, "balanced").starts_with("micro_batches:"));
+  EXPECT_TRUE(refusal_of([&] { plan_step(input, "balanced"); }).starts_with("micro_batches:"));
   input.num_micro_batches = 2;
   input.sequences.max_tokens_per_rank = 100;
-  EXPECT_TRUE(message(input, "balanced").starts_with("max_tokens_per_rank:"));
+  EXPECT_TRUE(refusal_of([&] { plan_step(input, "balanced"); }).starts_with("max_tokens_per_rank:"));
 }
 
 }  // namespace
