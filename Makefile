@@ -158,7 +158,7 @@ $(VENV)/.coverage: pyproject.toml | $(VENV)/.pip
 # takes longer and adds little.
 COVERAGE := $(abspath build/coverage)
 COVERAGE_TESTS ?= tests/python/accelerator tests/python/models tests/python/test_losses.py tests/python/test_checkpointing.py \
-    $(addprefix tests/python/distributed/test_,balancer.py compile.py derivatives.py groups.py loader.py sample_loader.py) \
+    $(addprefix tests/python/distributed/test_,balancer.py planning.py compile.py derivatives.py groups.py loader.py sample_loader.py) \
     $(addprefix tests/python/tools/test_,calibrate.py calibrate_fit.py simulate.py simulate_variants.py replay.py)
 coverage: $(VENV)/.test $(VENV)/.coverage
 	$(NEED) gtest

@@ -9,7 +9,7 @@
 #include "knapformer/core/cost/plan_json.h"
 #include "knapformer/core/cost/step_time.h"
 #include "knapformer/core/plan/plan.h"
-#include "knapformer/core/planners/whole_step/fill_ranks.h"
+#include "knapformer/core/planners/whole_step/fill_empty_ranks.h"
 #include "knapformer/core/util/error.h"
 
 namespace py = pybind11;
@@ -296,7 +296,7 @@ void bind_plan(py::module_& m) {
           },
           py::arg("rank"), py::arg("micro_batch"),
           "The indices, in a rank's own list, of the sequences that a micro-batch computes; ascending.")
-      .def("fill_ranks", &fill_ranks,
+      .def("fill_ranks", &fill_empty_ranks,
            "The plan, changed so that every rank has a sequence in every micro-batch, as far as there are sequences "
            "for it: short ones move, and shared ones where a rank takes no whole ones.")
       .def("on", &on, py::arg("cluster") = py::none(), py::arg("model") = py::none(), py::arg("gamma") = py::none(),

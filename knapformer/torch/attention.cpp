@@ -46,6 +46,29 @@ at::Tensor depending_on(at::Tensor o, at::TensorList inputs) {
 
 }  // namespace
 
+void check_planned_mask(const Mask& mask, const MicroBatchPlan& plan) {
+  const auto described = [](const Mask& of, int64_t length) {
+    return text("'", of.str(), "', which leaves ", of.pairs(length), " (query, key) pairs");
+  };
+  for (SequenceId id(0); id.value < plan.num_sequences(); ++id.value) {
+    const int64_t length = plan.input().seq_lens[id];
+    const Mask own = plan.input().mask_of(id);
+    if (own.sees_as(mask, length)) continue;
+    throw_argument("mask", text(described(mask, length), " of sequence ", id.value, " (", length, " tokens)"),
+                   text(described(own, length), ", as the plan counts: the mask that the kernel applies"));
+  }
+}
+
+void check_planned_cuts(const Attend& attend, const AttentionTables& tables) {
+  for (const AttentionLevel& level : tables.levels) {
+    if (attend.cuts_queries || !level.cuts_queries()) continue;
+    throw_argument("attend", "a kernel of whole sequences",
+                   text("one that takes parts of their queries (attend.cuts_queries), as ", level.degree,
+                        " ranks share the queries of a sequence in ", level.query_parts,
+                        " parts; or a plan of a TrainedModel without cuts_queries"));
+  }
+}
+
 void throw_recomputed(std::string_view call) {
   throw StateError(
       text(call,

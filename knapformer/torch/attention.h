@@ -122,6 +122,10 @@ struct SharedAttention {
   void fill_outputs_without_tokens(std::span<LevelTensors> levels, HeadCounts heads, const Attend& attend) const;
 };
 
+/// Throw ArgumentError where the plan has another mask for any sequence, or cuts queries and `attend` takes whole ones.
+void check_planned_mask(const Mask& mask, const MicroBatchPlan& plan);
+void check_planned_cuts(const Attend& attend, const AttentionTables& tables);
+
 /// Says that activation checkpointing ran `call` again under another plan.
 [[noreturn]] void throw_recomputed(std::string_view call);
 /// Returns `o`, and makes a recomputation of it (activation checkpointing) begin before the first exchange of gradients

@@ -80,30 +80,9 @@ const RankPlan::PackedTables& Step::tables_on(at::Device device) const {
 }
 
 void Step::check_mask(const KernelMask& mask) const {
-  RankPlan& s = *rank_plan_;
-  if (!mask || mask == s.kernel_mask || mask == s.common_mask) return;
-  const PlanInput& input = s.plan->input();
-  const auto described = [](const Mask& of, int64_t length) {
-    return text("'", of.str(), "', which leaves ", of.pairs(length), " (query, key) pairs");
-  };
-  for (SequenceId id(0); id.value < s.plan->num_sequences(); ++id.value) {
-    const int64_t length = input.seq_lens[id];
-    const Mask own = input.mask_of(id);
-    if (own.sees_as(*mask, length)) continue;
-    throw_argument("mask", text(described(*mask, length), " of sequence ", id.value, " (", length, " tokens)"),
-                   text(described(own, length), ", as the plan counts: the mask that the kernel applies"));
-  }
-  s.kernel_mask = mask;
-}
-
-void Step::check_cuts(bool cuts_queries) const {
-  for (const AttentionLevel& level : rank_plan_->attention.levels) {
-    if (cuts_queries || !level.cuts_queries()) continue;
-    throw_argument("attend", "a kernel of whole sequences",
-                   text("one that takes parts of their queries (attend.cuts_queries), as ", level.degree,
-                        " ranks share the queries of a sequence in ", level.query_parts,
-                        " parts; or a plan of a TrainedModel without cuts_queries"));
-  }
+  if (!mask || mask == rank_plan_->kernel_mask || mask == rank_plan_->common_mask) return;
+  check_planned_mask(*mask, plan());
+  rank_plan_->kernel_mask = mask;
 }
 
 SharedAttention Step::shared_attention(at::Device device) const {
@@ -187,7 +166,7 @@ at::Tensor Step::attention(const at::Tensor& q, const at::Tensor& k, const at::T
   const at::Tensor o = ranks_->collective([&] {
     check_attention_inputs(q, k, v);
     check_mask(mask);
-    check_cuts(attend.cuts_queries);
+    check_planned_cuts(attend, rank_plan_->attention);
     if (ranks_->all()) ranks_->known_device(q.device());  // for plans to come, as the next
     if (attend.takes_masks) {
       ranks_->known_device(q.device()).takes_masks = true;

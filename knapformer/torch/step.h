@@ -86,9 +86,7 @@ class Step {
  private:
   const RankPlan::PackedTables& tables_on(at::Device device) const;
   void check_attention_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) const;
-  /// Where sequences have several masks, looks at each of them once a plan.
-  void check_mask(const KernelMask& mask) const;
-  void check_cuts(bool cuts_queries) const;
+  void check_mask(const KernelMask& mask) const;  // of several masks of sequences each one, once a plan
   SharedAttention shared_attention(at::Device device) const;
   void check_flat(std::string_view call) const;
 

@@ -89,11 +89,8 @@ class Calibration:
 
     def cluster(self, of: Cluster | None = None) -> Cluster:
         """`of` (default: Cluster()), with the fields that were measured here in place of its own."""
-        base = of or Cluster()
-        fields: dict[str, Any] = {
-            "flops_per_s": self.flops_per_s,
-            "overlaps_attention": base.overlaps_attention and self.overlaps_attention,
-        }
+        base = (of or Cluster()).replace(flops_per_s=self.flops_per_s)
+        fields: dict[str, Any] = {"overlaps_attention": base.overlaps_attention and self.overlaps_attention}
         for name, cost in (("node", self.node), ("network", self.network)):
             if cost is not None:
                 fields |= {f"{name}_latency_s": cost.latency_s, f"{name}_bytes_per_s": cost.bytes_per_s}

@@ -17,7 +17,7 @@ from knapformer._core import ArgumentError, Plan, StateError, Topology
 from knapformer._torch import PlanningAhead, Samples
 from knapformer.argument_checks import integer
 from knapformer.balancer import SequenceBalancer
-from knapformer.sample_sources import gives_shared_samples
+from knapformer.shared_samples import gives_shared_samples
 
 Batch = TypeVar("Batch")
 Item = TypeVar("Item")

@@ -23,7 +23,7 @@ from knapformer.epoch_steps import EpochOrder, EpochPass, EpochSteps
 from knapformer.equal_on_ranks import check_equal_on_ranks
 from knapformer.groups import check_initialized
 from knapformer.planning import attention_pairs
-from knapformer.sample_sources import gives_shared_samples
+from knapformer.shared_samples import gives_shared_samples
 from knapformer.trainers import check_iterated, keep_lists
 
 if TYPE_CHECKING:

@@ -1,7 +1,8 @@
-"""Dense masks, written out from the definition of each kind in docs/masks.md, and draws of masks."""
+"""Dense masks, written out from the definition of each kind in docs/masks.md, attention by them, and draws of masks."""
 
 from __future__ import annotations
 
+import math
 import random
 import re
 
@@ -27,6 +28,21 @@ def dense_mask(mask: str, seq_len: int) -> Tensor:
         return (i - j <= int(given[0])) & (j - i <= int(given[1]))
     seen = torch.zeros(seq_len, seq_len, dtype=torch.bool)
     return _ranges(mask, seen) if name == "ranges" else _parts(mask, seen)
+
+
+def packed_mask(seq_lens: list[int], masks: list[str]) -> Tensor:
+    """Of sequences one after another."""
+    dense = [dense_mask(mask, n) for mask, n in zip(masks, seq_lens, strict=True)]
+    return torch.block_diag(dense_mask("full", 0), *dense).bool()  # of no sequences, too
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    """One matrix of all scores. A query that sees nothing gets 0."""
+    repeats = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+    scores = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(q.shape[2])
+    weights = scores.masked_fill(~allowed, -math.inf).softmax(-1).masked_fill(~allowed, 0.0)
+    return torch.einsum("hij,jhd->ihd", weights, v)
 
 
 def _ranges(mask: str, seen: Tensor) -> Tensor:

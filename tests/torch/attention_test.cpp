@@ -104,8 +104,7 @@ struct Met {
 
 void check_rank(InProcessWorld& world, int32_t rank, const AttentionCase& setup, const std::vector<int64_t>& own_lens,
                 const BalancerOptions& options, Met& met) {
-  SequenceBalancer balancer(setup.topology, options, world.all(rank),
-                            [&](const std::vector<int64_t>& ranks) { return world.group(ranks, rank); });
+  SequenceBalancer balancer(setup.topology, options, world.all(rank), world.groups_of(rank));
   const auto& all_to_alls = world.counts(rank).all_to_all;
   for (int32_t step = 0; step < 2; ++step) {
     balancer.plan_routing(own_lens, 16);
@@ -286,8 +285,7 @@ INSTANTIATE_TEST_SUITE_P(
 TEST(NestedBags, RefuseTheHalvesOfFlatAttention) {
   InProcessWorld world(2);
   const auto errors = world.run([&](int32_t rank) {
-    SequenceBalancer balancer("g2/1n1", {.solver = "balanced"}, world.all(rank),
-                              [&](const std::vector<int64_t>& ranks) { return world.group(ranks, rank); });
+    SequenceBalancer balancer("g2/1n1", {.solver = "balanced"}, world.all(rank), world.groups_of(rank));
     balancer.plan_routing(std::vector<int64_t>{4}, 8);
     const at::Tensor q = at::zeros({balancer.plan().tokens_after()[static_cast<size_t>(rank)], 2, 2});
     balancer.current().pre_attn(q, q, q);
@@ -303,8 +301,7 @@ TEST(Step, SumsHalfTypesInFloat) {
   testing::InProcessWorld world(8);
   world.run_all([&](int32_t rank) {
     for (const ExchangeEngine engine : {ExchangeEngine::kCpu, ExchangeEngine::kDevice}) {
-      SequenceBalancer balancer("g8n1", {.solver = "greedy", .engine = engine}, world.all(rank),
-                                [&](const std::vector<int64_t>& ranks) { return world.group(ranks, rank); });
+      SequenceBalancer balancer("g8n1", {.solver = "greedy", .engine = engine}, world.all(rank), world.groups_of(rank));
       balancer.plan_routing(rank == 3 ? std::vector<int64_t>{16} : std::vector<int64_t>{}, 8);
       const int64_t count = rank == 3 ? 1 : 0;
       const at::Tensor side = at::ones({count, 2}, at::kBFloat16).set_requires_grad(true);

@@ -11,15 +11,6 @@
 namespace knapformer {
 namespace {
 
-using testing::InProcessWorld;
-
-std::unique_ptr<SequenceBalancer> make_balancer(InProcessWorld& world, int32_t rank, const std::string& topology,
-                                                const BalancerOptions& options) {
-  return std::make_unique<SequenceBalancer>(
-      topology, options, world.all(rank),
-      [&world, rank](const std::vector<int64_t>& ranks) { return world.group(ranks, rank); });
-}
-
 double value_of(const StepMetrics& metrics, const std::string& name) {
   return std::visit([](auto value) { return static_cast<double>(value); }, metrics.at(name));
 }
@@ -52,21 +43,21 @@ TEST(Observe, TeachesAllRanksTheSame) {
     }
     steps.push_back(SequenceLengths::from_lists(lists));
   }
-  InProcessWorld world(kRanks);
+  testing::InProcessWorld world(kRanks);
   std::vector<std::vector<double>> gammas(kRanks), speeds(kRanks);
   world.run_all([&](int32_t rank) {
-    const auto balancer = make_balancer(world, rank, "g2/1n2", {.plan = {.workload = {.gamma = 1.0}}});
+    SequenceBalancer balancer("g2/1n2", {.plan = {.workload = {.gamma = 1.0}}}, world.all(rank), world.groups_of(rank));
     for (const SequenceLengths& step : steps) {
       const auto own = step.lens(Rank(rank));
-      balancer->plan_routing(own, 64);
-      const MicroBatchPlan& plan = balancer->plan();
+      balancer.plan_routing(own, 64);
+      const MicroBatchPlan& plan = balancer.plan();
       const auto r = static_cast<size_t>(rank);
       gammas[r].push_back(plan.input().workload.gamma);
       speeds[r] = plan.input().rank_speed;
       const double busy_s = busy_seconds(plan, 0.4, speed)[r];  // none where the plan leaves the rank idle
-      if (busy_s > 0 && (rank != 3 || gammas[r].size() % 2 == 0)) balancer->observe(busy_s);
+      if (busy_s > 0 && (rank != 3 || gammas[r].size() % 2 == 0)) balancer.observe(busy_s);
     }
-    const StepMetrics m = balancer->metrics();
+    const StepMetrics m = balancer.metrics();
     EXPECT_NEAR(value_of(m, "gamma"), 0.4, 0.01);
     EXPECT_NEAR(value_of(m, "rank_speed"), speed[static_cast<size_t>(rank)], 0.01);
     EXPECT_GT(value_of(m, "given_model_error"), 0.05);

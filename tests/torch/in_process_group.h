@@ -35,6 +35,10 @@ class InProcessWorld {
   /// The group of these ranks as `rank`, one of them, holds it. The same ranks get the same group.
   c10::intrusive_ptr<c10d::ProcessGroup> group(const std::vector<int64_t>& ranks, int64_t rank);
   c10::intrusive_ptr<c10d::ProcessGroup> all(int64_t rank);
+  /// Makes groups for a balancer of this rank.
+  auto groups_of(int64_t rank) {
+    return [this, rank](const std::vector<int64_t>& ranks) { return group(ranks, rank); };
+  }
   CollectiveCounts& counts(int64_t rank) { return *counts_[static_cast<size_t>(rank)]; }
 
   /// Runs `body(rank)` on a thread for each rank. What each threw, in rank order; null where it did not.

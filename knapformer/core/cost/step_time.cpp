@@ -101,10 +101,6 @@ void add_pass(std::span<const RankTime> ranks, PassTime RankTime::*pass, double 
   block.exchange_s += times * longest->exchange_s();
 }
 
-double row_bytes(int64_t d_model, const TrainedModel& model) {
-  return static_cast<double>(d_model) * model.element_size;
-}
-
 /// Seconds of FSDP's communication. While one block computes, the next block's parameters are gathered and the previous
 /// block's gradients are reduced. Gathers run along a ring, all-reduces over the copies along a tree. A frozen base has
 /// no gradients to reduce.
@@ -243,65 +239,10 @@ void check(std::span<const RankCompute> measured, int32_t num_ranks) {
 
 }  // namespace
 
-double Traffic::seconds(const Cluster& cluster) const {
-  const double inside_s = inside > 0 ? cluster.node_latency_s + inside / cluster.node_bytes_per_s : 0;
-  const double between_s = between > 0 ? cluster.network_latency_s + between / cluster.network_bytes_per_s : 0;
-  return std::max(inside_s, between_s);
-}
-
-SentColumns sent_columns(const Cluster& cluster, const AttentionShares& shares, Rank rank, Rank first_rank,
-                         int32_t degree, int32_t query_part) {
-  struct Heads {
-    int32_t inside = 0, between = 0;
-
-    Traffic over(int32_t all) const { return {.inside = inside / double(all), .between = between / double(all)}; }
-  } query, key;
-  const int32_t num_parts = shares.head_parts(degree);
-  for (int32_t i = query_part * num_parts; i < (query_part + 1) * num_parts; ++i) {
-    const Rank to(first_rank.value + i);
-    if (to == rank) continue;
-    const auto link = cluster.same_node(rank, to) ? &Heads::inside : &Heads::between;
-    query.*link += shares.query_heads(degree, i);
-    key.*link += shares.key_heads(degree, i);
-  }
-  return {.query = query.over(shares.num_heads(degree)), .key = key.over(shares.num_heads(degree))};
-}
-
-SentRange sent_range(const Cluster& cluster, const AttentionShares& shares, Rank first_rank, int32_t degree) {
-  SentRange range;
-  const auto widen = [](SentRange& to, const SentRows& rows, Traffic SentRows::*when, double Traffic::*link) {
-    to.min.*when.*link = std::min(to.min.*when.*link, rows.*when.*link);
-    to.max.*when.*link = std::max(to.max.*when.*link, rows.*when.*link);
-  };
-  // Ranks of a group that is even and inside a node all send the same.
-  const bool alike = shares.is_even(degree) && cluster.same_node(first_rank, Rank(first_rank.value + degree - 1));
-  for (int32_t i = 0; i < (alike ? 1 : degree); ++i) {
-    SentRows rows;
-    for (int32_t part = 0; part < shares.query_parts(degree); ++part) {
-      const SentColumns sent = sent_columns(cluster, shares, Rank(first_rank.value + i), first_rank, degree, part);
-      if (part == i / shares.head_parts(degree)) rows.after = sent.query;
-      rows.before = rows.before + sent.key * 2;
-    }
-    rows.before = rows.before + rows.after;
-    if (i == 0) range = {.min = rows, .max = rows};
-    for (const auto when : {&SentRows::before, &SentRows::after}) {
-      widen(range, rows, when, &Traffic::inside);
-      widen(range, rows, when, &Traffic::between);
-    }
-  }
-  return range;
-}
-
 BlockRates::BlockRates(const PlanInput& input) {
   const Passes passes = input.model.passes();
   token_s = passes.token() * input.token_work(1) / input.cluster.flops_per_s;
   pair_s = passes.attention() * input.workload.attention_work_of_pairs(1, input.d_model) / input.cluster.flops_per_s;
-}
-
-Traffic exchange_s(const PlanInput& input, const Traffic& columns) {
-  const double bytes = row_bytes(input.d_model, input.model) * input.model.passes().exchanges();
-  return {.inside = columns.inside * bytes / input.cluster.node_bytes_per_s,
-          .between = columns.between * bytes / input.cluster.network_bytes_per_s};
 }
 
 double MicroBatchTime::total_s() const {
@@ -316,7 +257,7 @@ MicroBatchTime predict_micro_batch(const MicroBatchPlan& plan, std::span<const R
   const TrainedModel& model = input.model;
   const Passes passes = model.passes();
   const std::vector<RankLoad> loads = loads_of(plan);
-  const double bytes = row_bytes(input.d_model, model), token_bytes = bytes + model.side_bytes_per_token;
+  const double bytes = row_bytes(input), token_bytes = bytes + model.side_bytes_per_token;
 
   MicroBatchTime out;
   out.fixed_s = input.cluster.fixed_s;

@@ -21,7 +21,6 @@
 
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -100,8 +99,6 @@ struct Mask {
   bool operator==(const Mask& other) const;
 
  private:
-  /// Of a text that is to be a written mask (written_mask.cpp); nothing where it is malformed.
-  static std::optional<std::vector<MaskRun>> written_runs(std::string_view text);
   void check_length(int64_t seq_len) const;
 };
 

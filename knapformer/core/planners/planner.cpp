@@ -18,29 +18,6 @@ constexpr std::array<Planner, 3> kPlanners = {{
      .plan = [](PlanInput in, Effort) { return plan_greedy(std::move(in), Capacity::kRemaining); }},
 }};
 
-/// The first limit that the planner keeps, of those tried from `limit` on. The planner may fail to keep even a limit
-/// that its plan for another limit happens to keep, since each limit leads the search another way.
-int64_t kept_limit(PlanInput input, const Planner& planner, Effort effort, int64_t limit) {
-  for (;;) {
-    input.max_tokens_per_rank = limit;
-    const MicroBatchPlan plan = planner.plan(input, effort);
-    if (plan.keeps_limit()) return limit;
-    limit = plan.max_tokens();
-  }
-}
-
-/// Throws for a plan that does not keep its limit. The error names a limit that this planner keeps.
-[[noreturn]] void refuse(const MicroBatchPlan& plan, Effort effort) {
-  const Planner& planner = planner_named(plan.solver());
-  const int64_t limit = plan.input().max_tokens_per_rank, least = least_token_limit(plan.input(), 1);
-  const int64_t kept = kept_limit(plan.input(), planner, effort, least > limit ? least : plan.max_tokens());
-  if (kept == least) refuse_below_least(plan.input(), 1);
-  throw_argument<TokenLimitError>(
-      "max_tokens_per_rank", limit,
-      text(kept, ", ", kept - limit, " more: the minimum that solver '", plan.solver(), "' found with topology ",
-           plan.topology().str(), "; with more effort, or in bags of more ranks, less may be possible"));
-}
-
 /// The plan, whether it keeps its limit or not.
 MicroBatchPlan planned(PlanInput input, std::string_view solver, Effort effort) {
   const Planner& planner = planner_for(input.topology, solver, effort);
@@ -77,8 +54,8 @@ std::optional<MicroBatchPlan> plan_within_limit(PlanInput input, std::string_vie
 
 MicroBatchPlan plan_micro_batch(PlanInput input, std::string_view solver, Effort effort) {
   MicroBatchPlan plan = planned(std::move(input), solver, effort);
-  if (!plan.keeps_limit()) refuse(plan, effort);
-  return plan;
+  if (plan.keeps_limit()) return plan;
+  refuse_unkept(plan, [&](PlanInput in) { return planner_named(plan.solver()).plan(std::move(in), effort); });
 }
 
 }  // namespace knapformer

@@ -50,6 +50,33 @@ void refuse_below_least(const PlanInput& input, int32_t num_micro_batches) {
            sharing == 1 ? " rank" : " ranks", ", ", least - limit, " more tokens each than they may hold"));
 }
 
+void refuse_unkept(const MicroBatchPlan& plan, const std::function<MicroBatchPlan(PlanInput)>& planner) {
+  PlanInput input = plan.input();
+  const int64_t limit = input.max_tokens_per_rank, least = least_token_limit(input, 1);
+  // The first limit that the planner keeps, of those tried from here on. It may fail to keep even a limit that its plan
+  // for another limit happens to keep, since each limit leads the search another way.
+  int64_t kept = least > limit ? least : plan.max_tokens();
+  for (;;) {
+    input.max_tokens_per_rank = kept;
+    const MicroBatchPlan next = planner(input);
+    if (next.keeps_limit()) break;
+    kept = next.max_tokens();
+  }
+  if (kept == least) refuse_below_least(plan.input(), 1);
+  throw_argument<TokenLimitError>(
+      "max_tokens_per_rank", limit,
+      text(kept, ", ", kept - limit, " more: the minimum that solver '", plan.solver(), "' found with topology ",
+           plan.topology().str(), "; with more effort, or in bags of more ranks, less may be possible"));
+}
+
+void refuse_unkept(const StepInput& input, std::string_view solver) {
+  throw_argument<TokenLimitError>(
+      "max_tokens_per_rank", input.sequences.max_tokens_per_rank,
+      text("a limit that solver '", solver, "' keeps with topology ", input.sequences.topology.str(), " and ",
+           input.num_micro_batches,
+           " micro-batches; with more of them, or in bags of more ranks, less may be possible"));
+}
+
 int64_t default_token_limit(const StepInput& input) {
   const SequenceLengths& seq_lens = input.sequences.seq_lens;
   const std::vector<int32_t> micro_batches = micro_batches_as_given(seq_lens, input.num_micro_batches);

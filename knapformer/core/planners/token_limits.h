@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
+#include <string_view>
 
 #include "knapformer/core/plan/plan.h"
 #include "knapformer/core/util/error.h"
@@ -22,6 +24,10 @@ int64_t share_of_longest(const PlanInput& input);
 int64_t least_token_limit(const PlanInput& input, int32_t num_micro_batches);
 /// Throws TokenLimitError, for an input whose limit is below the least.
 [[noreturn]] void refuse_below_least(const PlanInput& input, int32_t num_micro_batches);
+/// Throws it for a plan that does not keep its limit. The error names a limit that `planner`, which made it, keeps.
+[[noreturn]] void refuse_unkept(const MicroBatchPlan& plan, const std::function<MicroBatchPlan(PlanInput)>& planner);
+/// Throws it for a step of several micro-batches.
+[[noreturn]] void refuse_unkept(const StepInput& input, std::string_view solver);
 
 /// The limit of a step that is given none: half more than the fullest rank holds in the given order.
 int64_t default_token_limit(const StepInput& input);

@@ -37,13 +37,6 @@ int64_t num_payload(const int64_t* header) {
   return header[kNumSequences] + header[kMasks] + header[kWork] + header[kBytes];
 }
 
-/// The texts of masks one after another, each with a zero behind it.
-std::string text_of(std::span<const std::optional<Mask>> masks) {
-  std::string all;
-  for (const std::optional<Mask>& mask : masks) all.append(mask.value_or(Mask()).str()).push_back('\0');
-  return all;
-}
-
 }  // namespace
 
 LengthGatherer::LengthGatherer(std::shared_ptr<CommGroup> group, int64_t balancer)
@@ -66,7 +59,8 @@ LengthGatherer::Pending LengthGatherer::start(GatheredLengths own, int64_t d_mod
   out[kLastObserved] = step.last_plan;
   out[kObservedSeconds] = std::bit_cast<int64_t>(step.seconds);
   out[kNumSequences] = lengths.num_sequences();
-  const std::string mask_texts = text_of(masks);
+  std::string mask_texts;  // one after another, each with a zero behind it
+  for (const std::optional<Mask>& mask : masks) mask_texts.append(mask.value_or(Mask()).str()).push_back('\0');
   out[kMasks] = static_cast<int64_t>((mask_texts.size() + 7) / 8);
   out[kWork] = static_cast<int64_t>(work.size());
   out[kBytes] = 2 * static_cast<int64_t>(sample_bytes.size());

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from knapformer.adapters.adapter import Adapter
 from knapformer.adapters.balance import balance, unbalance
-from knapformer.adapters.packed import Chunks, Home
+from knapformer.adapters.chunks import Chunks, Home
 from knapformer.adapters.parity import check
 from knapformer.adapters.registry import names, register
 from knapformer.adapters.samples import Predictions, Samples

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from knapformer import ArgumentError
-from knapformer.adapters.packed import Home, Moved, PackedForward, Part, RunBlock
+from knapformer.adapters.chunks import Home, Moved, PackedForward, Part, RunBlock
 from knapformer.adapters.samples import Sample, Samples
 
 MAX_TEXT_TOKENS = 512  # the default: the limit with which published models are trained

@@ -8,8 +8,7 @@ before.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -17,28 +16,14 @@ import torch
 from torch import nn
 
 from knapformer import ArgumentError, StateError
-from knapformer.adapters.adapter import MAX_TEXT_TOKENS, Adapter
-from knapformer.adapters.checks import STATE, check_blocks, check_model, packed_modules
-from knapformer.adapters.controls import controlled, residual_rows
-from knapformer.adapters.packed import Moved, Packed
+from knapformer.adapters.adapter import MAX_TEXT_TOKENS
+from knapformer.adapters.checks import STATE, check_model, packed_modules
+from knapformer.adapters.chunks import Packed
+from knapformer.adapters.packed_call import Balanced, packed_call
 from knapformer.adapters.registry import find_model
-from knapformer.adapters.samples import Predictions, Sample
 from knapformer.balancer import SequenceBalancer
-from knapformer.models.packed_step import PackedStep
-from knapformer.sample_sources import source_of_shared_samples
 
 Model = TypeVar("Model", bound=nn.Module)
-
-
-@dataclass(eq=False)
-class _Balanced:
-    """What a packed call needs of a model, which holds it. A deep copy of the model shares it."""
-
-    adapter: Adapter
-    balancer: SequenceBalancer | None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Balanced:
-        return self
 
 
 def balance(
@@ -99,7 +84,7 @@ def balance(
     for _, module, packed_forward in packed:
         setattr(module, STATE, packed_forward)
         module.forward = MethodType(_module_forward, module)
-    setattr(model, STATE, _Balanced(adapter, balancer))
+    setattr(model, STATE, Balanced(adapter, balancer))
     model.forward = MethodType(_model_forward, model)
     return transformer
 
@@ -116,7 +101,7 @@ def unbalance(transformer: Model) -> Model:
     return transformer
 
 
-def balanced(transformer: nn.Module) -> _Balanced:
+def balanced(transformer: nn.Module) -> Balanced:
     """The adapter and the balancer of a balanced model; another balancer may be assigned."""
     return transformer.__dict__[STATE]
 
@@ -129,48 +114,5 @@ def _module_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def _model_forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if args and not isinstance(args[0], torch.Tensor):
-        return _packed_call(model, *args, **kwargs)
+        return packed_call(model, *args, **kwargs)
     return type(model).forward(model, *args, **kwargs)
-
-
-def _packed_call(
-    model: Any, samples: Sequence[Sample], *, planned: bool = False, placed: bool | None = None
-) -> Predictions:
-    state: _Balanced = model.__dict__[STATE]
-    adapter, balancer = state.adapter, state.balancer
-    try:
-        if placed is None and not planned and (source := source_of_shared_samples()):
-            raise StateError(f"placed: got none, in a process with {source}, or placed=False for other samples")
-        check_model(adapter, model)
-        check_blocks(adapter, model)
-        of_samples = adapter.read(model, samples)
-        home = adapter.embed(model, of_samples)
-        residuals = residual_rows(adapter, of_samples, home)
-    except Exception as error:
-        if balancer is not None:  # other ranks wait for this one's lengths
-            balancer.report(str(error))
-        raise
-
-    def run_alone(block: nn.Module, *args: Any) -> Any:
-        if torch.is_grad_enabled() and getattr(model, "gradient_checkpointing", False):
-            return model._gradient_checkpointing_func(block, *args)
-        return block(*args)
-
-    step = PackedStep(home.seq_lens, home.x.shape[1], balancer, adapter.mask(model), planned, bool(placed))
-    x, features, of_chunk = step.enter(home.x, [*residuals, *home.features], home.sequence_features)
-    moved = Moved(step, x, features[len(residuals) :], of_chunk)
-    run = controlled(adapter, model, features[: len(residuals)], run_alone)
-    parts = adapter.head(model, step.leave(adapter.compute(model, moved, run)), home)
-    zero = torch.stack([part.out[:0].sum() for part in parts]).sum()
-    predictions = [adapter.predictions(model, part.out, part.lens, home) for part in parts]
-    if not placed:
-        return Predictions(_of_samples(predictions), zero)
-    own = [adapter.predictions(model, step.is_own(part.out, part.rows), part.lens, home) for part in parts]
-    for of_part, is_own in zip(predictions, own, strict=True):
-        of_part[:] = [torch.where(flags, of, torch.nan) for flags, of in zip(is_own, of_part, strict=True)]
-    return Predictions(_of_samples(predictions), zero, _of_samples(own))
-
-
-def _of_samples(parts: list[list[torch.Tensor]]) -> list[Any]:
-    """From a list for each part of a prediction: for each sample a tensor, or a tuple of its parts."""
-    return parts[0] if len(parts) == 1 else list(zip(*parts, strict=True))

@@ -10,7 +10,7 @@ from torch import nn
 
 from knapformer import ArgumentError, StateError
 from knapformer.adapters.adapter import Adapter
-from knapformer.adapters.packed import PackedForward
+from knapformer.adapters.chunks import PackedForward
 
 LIBRARY = "diffusers"
 STATE = "_knapformer"  # the attribute of modules whose forward balance() has replaced

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from knapformer import ArgumentError
 from knapformer.adapters.adapter import Adapter
-from knapformer.adapters.packed import Home, RunBlock
+from knapformer.adapters.chunks import Home, RunBlock
 from knapformer.adapters.samples import Samples, check_shape
 
 

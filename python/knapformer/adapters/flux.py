@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from knapformer.adapters.chunks import Home, Moved, Packed, PackedForward, RunBlock, clip_half
 from knapformer.adapters.drawn import random_mask
 from knapformer.adapters.joint import (
     NORM_OUT,
@@ -19,7 +20,6 @@ from knapformer.adapters.joint import (
     projected,
     rotations_of_ids,
 )
-from knapformer.adapters.packed import Home, Moved, Packed, PackedForward, RunBlock, clip_half
 from knapformer.adapters.samples import Samples
 from knapformer.attention.packed_rows import gated_add, modulate
 

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from knapformer.adapters.chunks import Chunks, Home, Moved, RunBlock, call
 from knapformer.adapters.joint import JointAdapter, final_norm, rotations_of_ids
-from knapformer.adapters.packed import Chunks, Home, Moved, RunBlock, call
 from knapformer.adapters.samples import Samples, one_after_another
 from knapformer.attention.packed_rows import TwoStreams, gated_add, modulate, rotation_of, rows_of_runs
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from knapformer import ArgumentError
+from knapformer.adapters.chunks import Chunks, Home, Moved, Packed, RunBlock, call, rotations_of_grids
 from knapformer.adapters.drawn import random_mask
 from knapformer.adapters.flux import adaptive_single_block
 from knapformer.adapters.joint import NORM_OUT, JointAdapter, adaptive_double_block, self_attention
-from knapformer.adapters.packed import Chunks, Home, Moved, Packed, RunBlock, call, rotations_of_grids
 from knapformer.adapters.samples import Samples, on_host, one_after_another
 from knapformer.attention.packed_rows import Segments, gated_add, rows_of_runs, to_device
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from knapformer.adapters.adapter import Adapter, expect
-from knapformer.adapters.packed import (
+from knapformer.adapters.chunks import (
     Chunks,
     Home,
     Moved,

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from knapformer.adapters.chunks import Chunks, Home, Moved, Packed, RunBlock, call, rotation_rows
 from knapformer.adapters.drawn import random_mask
 from knapformer.adapters.joint import JointAdapter, JointChunks, projected, stream_block
-from knapformer.adapters.packed import Chunks, Home, Moved, Packed, RunBlock, call, rotation_rows
 from knapformer.adapters.samples import Samples
 from knapformer.attention.packed_rows import TwoStreams, modulate, text_flags
 

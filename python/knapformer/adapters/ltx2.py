@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from knapformer import ArgumentError
+from knapformer.adapters.chunks import Home, Moved, Part, RunBlock
 from knapformer.adapters.drawn import random_mask, random_times
 from knapformer.adapters.joint import JointAdapter, JointChunks, PartChunks, counts_of, parts_attention
-from knapformer.adapters.packed import Home, Moved, Part, RunBlock
 from knapformer.adapters.samples import Samples, context_of_rows, rows_of_context
 from knapformer.attention.kernels import Pairing, pairing_of
 from knapformer.attention.packed_rows import Segments, TwoStreams, gated_add, lengths_list, modulate, runs_of, to_device

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from knapformer import ArgumentError
 from knapformer.adapters.adapter import Adapter, cast_for
+from knapformer.adapters.chunks import Chunks, Home, Moved, Packed, Part, RunBlock, call
 from knapformer.adapters.joint import self_attention, stream_block
-from knapformer.adapters.packed import Chunks, Home, Moved, Packed, Part, RunBlock, call
 from knapformer.adapters.samples import Samples, check_shape, on_host
 from knapformer.attention.packed_rows import modulate, rotation_of, runs_of, to_device
 

@@ -19,8 +19,8 @@ from knapformer import ArgumentError, Sample
 from knapformer.adapters import registry
 from knapformer.adapters.adapter import MAX_TEXT_TOKENS, Adapter, expect
 from knapformer.adapters.balance import balance, balanced
+from knapformer.adapters.chunks import Home, Moved
 from knapformer.adapters.drawn import Draw, grid_of, random_sample
-from knapformer.adapters.packed import Home, Moved
 from knapformer.json_file import read_json
 from knapformer.models.packed_step import PackedStep
 from knapformer.models.transformer import Transformer

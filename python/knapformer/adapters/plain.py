@@ -8,7 +8,7 @@ from torch import Tensor
 
 from knapformer._core import check_mask
 from knapformer.adapters.adapter import Adapter, expect
-from knapformer.adapters.packed import Chunks, Home, Moved, Part, RunBlock
+from knapformer.adapters.chunks import Chunks, Home, Moved, Part, RunBlock
 from knapformer.adapters.samples import Samples
 from knapformer.attention.packed_rows import positions, rotations
 from knapformer.models.transformer import TransformerBlock

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from knapformer import ArgumentError
+from knapformer.adapters.chunks import Home, Moved, RunBlock, clip_half
 from knapformer.adapters.drawn import random_mask
 from knapformer.adapters.joint import NORM_OUT, JointAdapter, JointChunks, Stream, double_stream
-from knapformer.adapters.packed import Home, Moved, RunBlock, clip_half
 from knapformer.adapters.samples import Samples
 from knapformer.attention.packed_rows import rows_of_runs
 

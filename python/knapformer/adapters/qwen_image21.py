@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from knapformer import ArgumentError
 from knapformer._torch import MaskTables
 from knapformer.adapters.adapter import Adapter
-from knapformer.adapters.packed import Chunks, Home, Moved, OfSequences, Packed, Part, RunBlock, clip_half
+from knapformer.adapters.chunks import Chunks, Home, Moved, OfSequences, Packed, Part, RunBlock, clip_half
 from knapformer.adapters.samples import Samples, on_host
 from knapformer.attention import masked
 from knapformer.attention.packed_rows import TwoStreams, gated_add, modulate, rotation_of, rows_of_runs, to_device

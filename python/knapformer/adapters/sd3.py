@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from knapformer.adapters.chunks import Home
 from knapformer.adapters.joint import NORM_OUT, JointAdapter, adaptive_double_block
-from knapformer.adapters.packed import Home
 from knapformer.adapters.samples import Samples
 
 

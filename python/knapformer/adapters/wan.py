@@ -17,8 +17,8 @@ from torch import Tensor
 
 from knapformer import ArgumentError, StateError
 from knapformer.adapters.adapter import Adapter, cast_for
+from knapformer.adapters.chunks import Chunks, Home, Moved, Part, RunBlock, rotations_of_grids
 from knapformer.adapters.drawn import random_grid, random_image, random_times
-from knapformer.adapters.packed import Chunks, Home, Moved, Part, RunBlock, rotations_of_grids
 from knapformer.adapters.samples import Samples, check_shape, context_of_rows, one_after_another, rows_of_context
 from knapformer.attention.kernels import Pairing, pairing_of
 from knapformer.attention.packed_rows import gated_add, modulate, rotation_of, runs_of

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from knapformer import ArgumentError, StateError
+from knapformer.adapters.chunks import Chunks, Home, Moved, Packed, RunBlock, call
 from knapformer.adapters.joint import JointAdapter, self_attention
-from knapformer.adapters.packed import Chunks, Home, Moved, Packed, RunBlock, call
 from knapformer.adapters.samples import Samples, check_shape
 from knapformer.attention.packed_rows import gated_add, modulate, rotation_of
 

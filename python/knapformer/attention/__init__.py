@@ -1,2 +1,1 @@
-"""Attention over packed sequences: the kernels of a balancer that is given none, and what they are called with. Needs
-torch."""
+"""Attention over packed sequences: the kernels of a balancer that is given none, and their inputs. Needs torch."""

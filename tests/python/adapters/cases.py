@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from knapformer.adapters.parity import GRADIENTS, SmallModel, gradient_errors
+from knapformer.adapters.parity import GRADIENTS, SmallModel, gradient_errors, gradients, sample_loss
 from torch import Tensor
 
 Sample = dict[str, Any]
@@ -143,6 +143,12 @@ def of(class_name: str, **fields: Any) -> SmallModel:
 
 def cases() -> dict[str, SmallModel]:
     return {name: of(cls, controlled=name in CONTROLLED, **fields) for name, (cls, fields) in CASES.items()}
+
+
+def packed_gradients(model: Any, samples: list[Sample]) -> dict[str, Tensor]:
+    """Of the sum of the samples' losses, in a packed call."""
+    sum(sample_loss(p, s) for p, s in zip(model(samples), samples, strict=True)).backward()
+    return gradients(model)
 
 
 def assert_gradients_equal(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = GRADIENTS) -> None:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from adapters.cases import Sample, assert_gradients_equal, cases, of
+from adapters.cases import assert_gradients_equal, cases, of, packed_gradients
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from distributed.ranks import run_ranks
 from knapformer.adapters import Predictions
-from knapformer.adapters.packed import attend_by
-from knapformer.adapters.parity import SIZES, SmallModel, gradients, one_by_one, relative_error, sample_loss
+from knapformer.adapters.chunks import attend_by
+from knapformer.adapters.parity import SIZES, one_by_one, relative_error
 from knapformer.models import PackedAttention, init_weights, set_checkpointing
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -31,18 +31,8 @@ def _backend_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_AttentionBackendRegistry, "_active_backend", _AttentionBackendRegistry._active_backend)
 
 
-def samples_of(sizes: list[Any] = SIZES[:3]) -> list[Sample]:
-    return [CASE.sample(size, seed) for seed, size in enumerate(sizes)]
-
-
-def packed(model: nn.Module, samples: list[Sample]) -> dict[str, torch.Tensor]:
-    predictions = model(samples)
-    sum(sample_loss(p, s) for p, s in zip(predictions, samples, strict=True)).backward()
-    return gradients(model)
-
-
 def test_a_balanced_model_stays_what_it_was(tmp_path: Any) -> None:
-    model, samples = CASE.make(), samples_of()
+    model, samples = CASE.make(), CASE.samples()
     before = copy.deepcopy(model)
     assert knapformer.balance(model) is model
     assert type(model) is type(before)
@@ -63,12 +53,12 @@ def test_unbalance_leaves_nothing_behind() -> None:
     knapformer.unbalance(knapformer.balance(knapformer.balance(model)))
     assert {name: set(module.__dict__) for name, module in model.named_modules()} == before
     with pytest.raises(TypeError):
-        model(samples_of())
+        model(CASE.samples())
     knapformer.unbalance(model)
 
 
 def test_a_deep_copy_is_balanced_and_its_own() -> None:
-    model, samples = knapformer.balance(CASE.make()), samples_of()
+    model, samples = knapformer.balance(CASE.make()), CASE.samples()
     average = copy.deepcopy(model)
     expected = average(samples)[0].detach()
     with torch.no_grad():
@@ -93,14 +83,14 @@ def test_adapters_of_peft_count(when: str, dora: bool) -> None:
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             parameter.data.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))))
-    samples = samples_of()
+    samples = CASE.samples()
     if when == "after":
         knapformer.unbalance(model)
     outputs, expected = one_by_one(model, samples)
     knapformer.balance(model)
     predictions = model(samples)
     assert all(relative_error(p, o) <= 1e-5 for p, o in zip(predictions, outputs, strict=True))
-    got = packed(model, samples)
+    got = packed_gradients(model, samples)
     assert got.keys() == expected.keys()
     assert all("lora_" in name for name in got)
     assert_gradients_equal(got, expected)
@@ -137,13 +127,13 @@ def other_backend(model: Any) -> None:
     ],
 )
 def test_settings_of_diffusers_hold(setting: Callable[[Any], None], balanced_first: bool) -> None:
-    model, samples = CASE.make(), samples_of()
+    model, samples = CASE.make(), CASE.samples()
     _, expected = one_by_one(model, samples)
     if balanced_first:
         knapformer.balance(model)
     setting(model)
     knapformer.balance(model)
-    got = {name.replace("_orig_mod.", ""): gradient for name, gradient in packed(model, samples).items()}
+    got = {name.replace("_orig_mod.", ""): gradient for name, gradient in packed_gradients(model, samples).items()}
     assert_gradients_equal(got, expected)
 
 
@@ -177,7 +167,7 @@ def merged_by_peft(model: Any) -> None:
 )
 @torch.no_grad()
 def test_modules_that_were_changed_since_are_balanced_and_unbalanced(change: Callable[[Any], None]) -> None:
-    model, samples = knapformer.balance(CASE.make()), samples_of()
+    model, samples = knapformer.balance(CASE.make()), CASE.samples()
     change(model)
     expected = [model(**sample).sample for sample in samples]
 
@@ -211,7 +201,7 @@ def test_the_backend_that_was_set_computes(monkeypatch: pytest.MonkeyPatch) -> N
         {"query", "key", "value", "scale"},
     )
     model = knapformer.balance(CASE.make())
-    samples = samples_of([SIZES[0], SIZES[3], SIZES[1]])
+    samples = [CASE.samples()[i] for i in (0, 3, 1)]
     model.set_attention_backend("_native_math")
     model(samples)
     assert calls == [(2, 22), (1, 24)] * 3  # neighbours of one length are one batch; in each of three blocks
@@ -219,31 +209,6 @@ def test_the_backend_that_was_set_computes(monkeypatch: pytest.MonkeyPatch) -> N
     by_backend = attend_by(model.transformer_blocks[0].attn)
     of_parts = [attend(q[:7], k, v, [3, 0, 4], [5, 2, 5]) for attend in (by_backend, PackedAttention())]
     torch.testing.assert_close(*of_parts)
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("flux", r"transformer_blocks\[0\].attn: got fused projections, expected transformer.unfuse_qkv_projections"),
-        ("wan", r"blocks\[0\].attn1: got fused projections, expected transformer.unfuse_qkv_projections"),
-        (
-            "sd3",
-            r"transformer_blocks\[0\].attn.processor: got FusedJointAttnProcessor2_0, expected JointAttnProcessor2",
-        ),
-    ],
-)
-def test_fused_projections_are_refused(name: str, message: str) -> None:
-    """Until they are undone, also where diffusers leaves its flag and the fused weights on the modules."""
-    case = cases()[name]
-    model: Any = knapformer.balance(case.make())
-    samples = [case.sample(size, seed) for seed, size in enumerate(SIZES[:3])]
-    model.fuse_qkv_projections()
-    with pytest.raises(knapformer.StateError, match=message):
-        model(samples)
-    model.unfuse_qkv_projections()
-    outputs, expected = one_by_one(knapformer.unbalance(model), samples)
-    assert all(relative_error(p, o) <= 1e-5 for p, o in zip(knapformer.balance(model)(samples), outputs, strict=True))
-    assert_gradients_equal(packed(model, samples), expected)
 
 
 @pytest.mark.parametrize("sizes", [[], SIZES[:1]])
@@ -257,37 +222,6 @@ def test_zero_reaches_every_parameter(name: str, sizes: list[Any]) -> None:
     predictions.zero.backward()
     for parameter_name, parameter in model.named_parameters():
         assert parameter.grad is not None and parameter.grad.abs().max() == 0, parameter_name
-
-
-def test_what_cannot_be_packed_is_refused() -> None:
-    with pytest.raises(
-        knapformer.ArgumentError,
-        match=r"(?s)transformer: got Linear, expected one of .*; for others .*BalancedBatchSampler\(",
-    ):
-        knapformer.balance(nn.Linear(2, 2))
-    model: Any = CASE.make()
-    model.transformer_blocks[1].attn.processor = type("OtherProcessor", (), {})()
-    with pytest.raises(
-        knapformer.StateError, match=r"transformer_blocks\[1\].attn.processor: got OtherProcessor, expected FluxAttnP"
-    ):
-        knapformer.balance(model)
-    model = knapformer.balance(CASE.make())
-    model.single_transformer_blocks[0].attn.processor._parallel_config = object()
-    with pytest.raises(knapformer.StateError, match=r"single_transformer_blocks\[0\].attn.processor: .*context parall"):
-        model(samples_of())
-
-
-@pytest.mark.parametrize(
-    ("case", "setting"),
-    [
-        (of("SD3Transformer2DModel", dual_attention_layers=(0,)), r"dual_attention_layers \(0,\), .* without"),
-        (of("QwenImageTransformer2DModel", guidance_embeds=True), "guidance_embeds True, expected one without"),
-        (of("SkyReelsV2Transformer3DModel", num_frame_per_block=2), "num_frame_per_block 2, expected 1"),
-    ],
-)
-def test_a_model_that_is_set_to_compute_something_else_is_refused(case: SmallModel, setting: str) -> None:
-    with pytest.raises(knapformer.StateError, match=f"transformer: got a model with {setting}"):
-        knapformer.balance(case.make())
 
 
 @pytest.mark.parametrize(
@@ -315,20 +249,7 @@ def test_a_balancer_with_a_mask_is_refused(backend: str) -> None:
     model = knapformer.balance(CASE.make(), SequenceBalancer("g1n1", mask="causal"))
     model.set_attention_backend(backend)
     with pytest.raises(knapformer.ArgumentError, match=r"mask: got 'full', which .* expected 'causal'"):
-        model(samples_of())
-
-
-def test_a_cache_of_diffusers_is_refused_in_a_packed_call() -> None:
-    """Its hooks take the shapes of diffusers' own calls, or sit on modules that a packed call does not call."""
-    hooks = pytest.importorskip("diffusers.hooks")
-    model: Any = knapformer.balance(CASE.make())
-    samples = samples_of()
-    expected = model(samples)
-    model.enable_cache(hooks.FirstBlockCacheConfig(threshold=0.1))
-    with pytest.raises(knapformer.StateError, match=r"cache: got one of diffusers, expected none in a packed call"):
-        model(samples)
-    model.disable_cache()
-    assert torch.equal(model(samples)[0], expected[0])
+        model(CASE.samples())
 
 
 @pytest.mark.parametrize("block", [None, 0])
@@ -355,7 +276,7 @@ def test_dropout_is_the_same_when_it_is_recomputed(keep_exchanges: bool) -> None
             set_checkpointing(model, keep_exchanges=keep_exchanges)
         init_weights(model)
         torch.manual_seed(1)
-        gradients.append(packed(knapformer.balance(model.train()), samples_of()))
+        gradients.append(packed_gradients(knapformer.balance(model.train()), CASE.samples()))
     assert_gradients_equal(*gradients)
 
 
@@ -375,7 +296,7 @@ def test_weights_that_are_cast_in_each_call(name: str) -> None:
     case = cases()[name]
     model: Any = case.balance(case.make())
     model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
-    samples = [case.sample(size, seed) for seed, size in enumerate(SIZES)]
+    samples = case.samples()
     expected = [case.adapter.expected(model, sample) for sample in samples]
     assert len(model([])) == 0
     assert all(relative_error(p, output) <= 1e-5 for p, output in zip(model(samples), expected, strict=True))
@@ -454,17 +375,17 @@ def test_wan_with_a_quantized_time_embedding() -> None:
     model: Any = cases()["wan"].make()
     embedder = model.condition_embedder.time_embedder
     embedder.linear_1, embedder.linear_2 = Int8Linear(embedder.linear_1), Int8Linear(embedder.linear_2)
-    samples = [cases()["wan"].sample(size, seed) for seed, size in enumerate(SIZES)]
+    samples = cases()["wan"].samples()
     outputs, _ = one_by_one(model, samples)
     predictions = knapformer.balance(model)(samples)
     assert all(relative_error(p, o) <= 1e-5 for p, o in zip(predictions, outputs, strict=True))
 
 
-@pytest.mark.parametrize("seed_sizes", [SIZES[:2], []])
-def test_predictions_are_float32_under_mixed_precision_of_accelerate(seed_sizes: list[Any]) -> None:
+@pytest.mark.parametrize("count", [2, 0])
+def test_predictions_are_float32_under_mixed_precision_of_accelerate(count: int) -> None:
     """As it makes diffusers' own."""
     accelerate = pytest.importorskip("accelerate")
-    accelerator, samples = accelerate.Accelerator(mixed_precision="bf16", cpu=True), samples_of(seed_sizes)
+    accelerator, samples = accelerate.Accelerator(mixed_precision="bf16", cpu=True), CASE.samples()[:count]
     try:
         plain = accelerator.prepare(CASE.make())
         predictions = accelerator.prepare(knapformer.balance(CASE.make()))(samples)

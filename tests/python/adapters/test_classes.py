@@ -10,20 +10,16 @@ from typing import Any
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from adapters.cases import GUIDE, Sample, cases
+from adapters.cases import GUIDE, cases
 from knapformer.adapters import registry
-from knapformer.adapters.packed import Part
-from knapformer.adapters.parity import SIZES, relative_error
+from knapformer.adapters.chunks import Part
+from knapformer.adapters.parity import relative_error
 from torch import nn
 
 import knapformer
 
 CASE = cases()["flux"]
 PAGE = Path(__file__).parents[3] / "docs/integration.md"
-
-
-def samples_of() -> list[Sample]:
-    return [CASE.sample(size, seed) for seed, size in enumerate(SIZES[:3])]
 
 
 def test_the_guide_lists_the_classes() -> None:
@@ -103,7 +99,7 @@ def test_an_adapter_for_a_class_of_the_same_name_leaves_that_of_diffusers(monkey
     models: list[Any] = [CASE.make(), CASE.make()]
     models[0].__class__ = of_another_module(type(models[0]))
     register(type(models[0]), Silent)
-    own, of_diffusers = (knapformer.balance(model)(samples_of())[0] for model in models)
+    own, of_diffusers = (knapformer.balance(model)(CASE.samples())[0] for model in models)
     assert own.abs().max() == 0
     assert of_diffusers.abs().max() > 0
 
@@ -155,7 +151,7 @@ def test_every_other_module_is_called_as_it_is(name: str) -> None:
         is_known = type(module).__name__ in case.adapter.packed or path.rpartition(".")[2] in case.adapter.in_parts
         if not is_known and not isinstance(module, nn.ModuleList | nn.ModuleDict):
             module.__class__ = louder(type(module))
-    samples = [case.sample(size, seed) for seed, size in enumerate(SIZES)]
+    samples = case.samples()
     expected = [case.adapter.expected(model, sample) for sample in samples]
     for prediction, output in zip(case.balance(model)(samples), expected, strict=True):
         assert relative_error(prediction, output) <= 1e-5
@@ -166,8 +162,16 @@ def test_a_block_that_came_after_balance_is_named() -> None:
     model.transformer_blocks.append(CASE.make().transformer_blocks[0])
     message = r"transformer_blocks\[2\]: got a block that came after balance\(\), expected balance\(\) again"
     with pytest.raises(knapformer.StateError, match=message):
-        model(samples_of())
-    assert len(knapformer.balance(model)(samples_of())) == 3
+        model(CASE.samples())
+    assert len(knapformer.balance(model)(CASE.samples())) == 5
+
+
+def test_what_no_adapter_knows_is_refused() -> None:
+    with pytest.raises(
+        knapformer.ArgumentError,
+        match=r"(?s)transformer: got Linear, expected one of .*; for others .*BalancedBatchSampler\(",
+    ):
+        knapformer.balance(nn.Linear(2, 2))
 
 
 def test_several_models_at_once_are_refused() -> None:

@@ -1,22 +1,24 @@
-"""What `check` says of an adapter that leaves something out; what a packed call keeps, which it does not say."""
+"""`check`: diffusers' models packed are themselves, and what it says of an adapter that leaves something out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
-import torch
-from adapters.cases import cases
+from adapters.cases import CASES, cases, of
 from knapformer.adapters import check, flux, register, registry
-from knapformer.adapters.packed import Moved, RunBlock
-from knapformer.adapters.parity import SmallModel
-from torch import Tensor, nn
+from knapformer.adapters.chunks import Moved, RunBlock
+from torch import Tensor
 
 from knapformer import ArgumentError, StateError
 
 MODEL: Any = cases()["flux"].model_class
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_packed_is_sample_by_sample(name: str) -> None:
+    class_name, fields = CASES[name]
+    check(of(class_name).model_class, ranks=1, **fields)
 
 
 class Wrong(flux.Flux):
@@ -114,27 +116,6 @@ def test_an_argument_that_cannot_be_drawn_is_named(name: str, message: str, monk
 
 def test_processes_share_the_samples() -> None:
     assert check(MODEL).endswith("\nshared by 2 ranks  the same")
-
-
-def test_a_packed_call_keeps_as_much_for_the_backward_pass() -> None:
-    small = SmallModel(MODEL, controlled=True)
-    model, samples = small.make(), small.samples()
-    own = sum(kept_bytes(model, partial(small.adapter.expected, model, sample)) for sample in samples)
-    small.balance(model)
-    packed, none = (kept_bytes(model, partial(model, of)) / own for of in (samples, []))
-    assert 0.7 < packed < 1.2 and none < 0.1
-
-
-def kept_bytes(model: nn.Module, call: Callable[[], Any]) -> int:
-    held = {parameter.untyped_storage().data_ptr(): 0 for parameter in model.parameters()}
-
-    def keep(tensor: Tensor) -> Tensor:
-        held.setdefault(tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        outputs = call()  # noqa: F841  (holds the graph, so that no memory is taken twice)
-    return sum(held.values())
 
 
 def test_what_cannot_be_checked_is_named() -> None:

@@ -13,22 +13,14 @@ import torch.nn.functional as F
 from knapformer.attention import kernels
 from knapformer.attention.kernels import PackedAttention, pairing_of, varlen_attention
 from knapformer.models.packed_step import PackedStep
+from masks import dense_attention, packed_mask
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 
-def naive_attention(q: Tensor, k: Tensor, v: Tensor, seq_lens: list[int], mask: str) -> Tensor:
-    """One matrix of scores over all tokens, with a mask; key/value heads repeated."""
-    repeats = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-    owner = [i for i, n in enumerate(seq_lens) for _ in range(n)]
-    allowed = torch.tensor(
-        [[a == b and (mask == "full" or j <= i) for j, b in enumerate(owner)] for i, a in enumerate(owner)]
-    )
-    scores = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(q.shape[2])
-    weights = scores.masked_fill(~allowed, -math.inf).softmax(-1)
-    return torch.einsum("hij,jhd->ihd", weights, v)
+def packed_attention(q: Tensor, k: Tensor, v: Tensor, seq_lens: list[int], mask: str) -> Tensor:
+    return dense_attention(q, k, v, packed_mask(seq_lens, [mask] * len(seq_lens)))
 
 
 @pytest.mark.parametrize("lens", [[3, 5], torch.tensor([3, 5])], ids=["list", "tensor"])
@@ -50,7 +42,7 @@ def test_varlen_attention_is_masked_attention(seq_lens: list[int], num_kv_heads:
     torch.manual_seed(0)
     heads = (4, num_kv_heads, num_kv_heads)
     inputs = [torch.randn(sum(seq_lens), n, 8, dtype=torch.float64, requires_grad=True) for n in heads]
-    out, expected = varlen_attention(*inputs, seq_lens, mask), naive_attention(*inputs, seq_lens, mask)
+    out, expected = varlen_attention(*inputs, seq_lens, mask), packed_attention(*inputs, seq_lens, mask)
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
     weight = torch.randn_like(out)
     for grad, wanted in zip(
@@ -72,7 +64,7 @@ def test_parts_of_queries_attend_as_all_of_them_do(num_kv_heads: int, mask: str)
     kept = torch.cat([torch.arange(n) >= first for n, first in zip(lens, firsts, strict=True)])
     queries = [n - first for n, first in zip(lens, firsts, strict=True)]
     out = PackedAttention(mask)(inputs[0][kept], *inputs[1:], queries, lens, firsts)
-    expected = naive_attention(*inputs, lens, mask)[kept]
+    expected = packed_attention(*inputs, lens, mask)[kept]
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
     weight = torch.randn_like(out)
     got, wanted = (torch.autograd.grad((o * weight).sum(), inputs) for o in (out, expected))
@@ -262,7 +254,7 @@ def test_a_kernel_that_does_not_run_is_named_once(kernel: VarlenKernel, monkeypa
     x = torch.randn(5, 2, 4, dtype=torch.bfloat16)
     with pytest.warns(UserWarning, match="bfloat16 .* on cpu: no kernel image is available; .* one by one"):
         out = varlen_attention(x, x, x, [2, 3])
-    torch.testing.assert_close(out.float(), naive_attention(*3 * [x.float()], [2, 3], "full"), rtol=0.02, atol=0.02)
+    torch.testing.assert_close(out.float(), packed_attention(*3 * [x.float()], [2, 3], "full"), rtol=0.02, atol=0.02)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         varlen_attention(x, x, x, [2, 3])
@@ -278,7 +270,7 @@ def test_offsets_are_made_once_for_equal_lengths(kernel: VarlenKernel) -> None:
     lens = [2, 3]
     varlen_attention(x, x, x, lens)
     lens[:] = [1, 4]
-    expected = naive_attention(*3 * [x.float()], lens, "full")
+    expected = packed_attention(*3 * [x.float()], lens, "full")
     torch.testing.assert_close(varlen_attention(x, x, x, lens).float(), expected, rtol=0.02, atol=0.02)
 
 

@@ -7,6 +7,7 @@ import math
 import random
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ import torch
 from knapformer._torch import MaskTables
 from knapformer.attention.kernels import PackedAttention
 from knapformer.attention.masked import MaskedAttention, block_mask
-from masks import dense_mask, random_mask
+from masks import dense_attention, dense_mask, packed_mask, random_mask
+from saved_bytes import saved_bytes
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,19 +25,6 @@ from torch.utils.checkpoint import checkpoint
 from knapformer import ArgumentError, WorkloadModel, attention_pairs
 
 CPU = torch.device("cpu")
-
-
-def dense_attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
-    """One matrix of all scores. A query that sees nothing gets 0."""
-    repeats = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-    scores = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(q.shape[2])
-    weights = scores.masked_fill(~allowed, -math.inf).softmax(-1).masked_fill(~allowed, 0.0)
-    return torch.einsum("hij,jhd->ihd", weights, v)
-
-
-def packed_mask(seq_lens: list[int], masks: list[str]) -> Tensor:
-    return torch.block_diag(*(dense_mask(mask, n) for mask, n in zip(masks, seq_lens, strict=True))).bool()
 
 
 def tensors(num_tokens: int, kv_heads: int = 4, value_dim: int = 8, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -225,13 +214,8 @@ def test_no_long_sequence_has_all_its_scores_kept() -> None:
     """What is kept until the backward pass grows with the tokens, and not with their square."""
     kept = {}
     for num_tokens in (1000, 2000):
-        inputs, attend, held = tensors(num_tokens), MaskedAttention([num_tokens], ["causal"]), {}
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda t: held.update({t.untyped_storage().data_ptr(): t}) or t,  # type: ignore[func-returns-value] # noqa: B023
-            lambda t: t,
-        ):
-            attend(*inputs)
-        kept[num_tokens] = sum(t.untyped_storage().nbytes() for t in held.values())
+        inputs, attend = tensors(num_tokens), MaskedAttention([num_tokens], ["causal"])
+        _, kept[num_tokens] = saved_bytes(partial(attend, *inputs))
     assert kept[2000] < 2.2 * kept[1000]
 
 

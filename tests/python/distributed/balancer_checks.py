@@ -22,10 +22,6 @@ SOON_S = 30  # far from the groups' timeout, and so long that a busy machine doe
 LENS = {2: [[3, 9, 1], [14]], 4: [[5, 2, 8], [], [30, 1], [7]]}
 
 
-def own(lens: list[list[int]], rank: int) -> list[int]:
-    return lens[rank]
-
-
 def causal_free_attention(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor) -> Tensor:
     """Softmax attention within each sequence, by plain products."""
     repeats = q.shape[1] // k.shape[1] if k.shape[1] else 1
@@ -67,6 +63,13 @@ def outcome_of(steps: Iterable[Any]) -> Outcome:
     except Exception as error:
         return type(error).__name__, str(error), count, time.monotonic() - begin
     return "", "", count, 0.0
+
+
+def of_all_ranks(own: Any) -> list[Any]:
+    """What each rank has, in rank order."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, own)
+    return gathered
 
 
 def new_group(timeout_s: float = 60) -> dist.ProcessGroup:

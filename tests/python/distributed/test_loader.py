@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from balancer_checks import Listed, Outcome, failing_after, outcome_of, run_checks
+from balancer_checks import Listed, Outcome, failing_after, of_all_ranks, outcome_of, run_checks
 from knapformer._torch import Samples
 from ranks import GROUP_TIMEOUT_S, run_ranks
 from torch import Tensor
@@ -54,10 +54,10 @@ def empty() -> Tokens:
 lens_of = attrgetter("seq_lens")
 
 
-def lens_of_all(lens: list[int], world_size: int) -> list[list[int]]:
-    gathered: list[list[int]] = [[] for _ in range(world_size)]
-    dist.all_gather_object(gathered, lens)
-    return gathered
+def loader_of(batches: Any, balancer: SequenceBalancer | None = None, **options: Any) -> BalancedLoader[Tokens]:
+    """On a balancer of its own, if none is given."""
+    balancer = balancer or SequenceBalancer(TOPOLOGY, d_model=D_MODEL)
+    return BalancedLoader(batches, balancer, **({"seq_lens": lens_of, "empty": empty} | options))
 
 
 def travel(balancer: SequenceBalancer, batch: Tokens) -> None:
@@ -77,12 +77,12 @@ def check_uneven_numbers_of_batches(rank: int, world_size: int) -> None:
     balancer = SequenceBalancer(TOPOLOGY, d_model=D_MODEL)
     for counts in ([3, 6], [5, 0], [0, 0], [2, 2]):
         own = make_batches(rank, counts[rank])
-        loader = BalancedLoader(own, balancer, seq_lens=lens_of, empty=empty)
+        loader = loader_of(own, balancer)
         for _ in range(2):  # passes
             steps = 0
             for number, (batch, plan) in enumerate(loader):
                 assert same(batch, own[number] if number < len(own) else empty())
-                expected = knapformer.plan(lens_of_all(batch.seq_lens, world_size), topology=TOPOLOGY, d_model=D_MODEL)
+                expected = knapformer.plan(of_all_ranks(batch.seq_lens), topology=TOPOLOGY, d_model=D_MODEL)
                 assert plan == expected == balancer.plan
                 travel(balancer, batch)
                 steps += 1
@@ -110,9 +110,9 @@ def check_masks_and_work(rank: int, world_size: int) -> None:
 
     masks = (lambda batch: masks_of(batch.seq_lens)) if rank == 0 else None
     for work in (None, lambda batch: work_of(batch.seq_lens)):
-        loader = BalancedLoader(make_batches(rank, 4), balancer, masks=masks, work=work, seq_lens=lens_of, empty=empty)
+        loader = loader_of(make_batches(rank, 4), balancer, masks=masks, work=work)
         for batch, of_loader in loader:
-            lens = lens_of_all(batch.seq_lens, world_size)
+            lens = of_all_ranks(batch.seq_lens)
             names = [masks_of(lens[0]), ["window:2:2"] * len(lens[1])] if lens[0] else "window:2:2"
             works = None if work is None else list(map(work_of, lens))
             assert of_loader == knapformer.plan(lens, TOPOLOGY, d_model=D_MODEL, masks=names, work=works)
@@ -125,7 +125,7 @@ def check_planning_overlaps(rank: int, world_size: int) -> None:
     own = make_batches(rank, 6)
     ready = []
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        for number, (batch, _) in enumerate(BalancedLoader(own[:2] * 3, balancer, seq_lens=lens_of, empty=empty)):
+        for number, (batch, _) in enumerate(loader_of(own[:2] * 3, balancer)):
             with torch.profiler.record_function(f"step {number}"):
                 travel(balancer, batch)
                 deadline = time.monotonic() + 20
@@ -145,7 +145,7 @@ def check_other_plans_between(rank: int, world_size: int) -> None:
     """An evaluation inside the loop, a loop that is left early, and a plan that is taken up again."""
     balancer = SequenceBalancer(TOPOLOGY, d_model=D_MODEL)
     own, others = make_batches(rank, 4), make_batches(rank, 4, seed=1)
-    loader = BalancedLoader(own, balancer, seq_lens=lens_of, empty=empty)
+    loader = loader_of(own, balancer)
     used = []
     for number, (batch, plan) in enumerate(loader):
         travel(balancer, batch)
@@ -194,29 +194,27 @@ def shuffled(batches: list[Tokens]) -> DataLoader[Tokens]:
     return DataLoader(Listed(batches), batch_size=None, shuffle=bool(batches), generator=generator)
 
 
-def stateful(batches: list[Tokens], num_workers: int = 0) -> Any:
+def stateful(batches: list[Tokens]) -> Any:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     generator = torch.Generator().manual_seed(7)
-    return StatefulDataLoader(
-        Listed(batches), batch_size=None, shuffle=bool(batches), generator=generator, num_workers=num_workers
-    )
+    return StatefulDataLoader(Listed(batches), batch_size=None, shuffle=bool(batches), generator=generator)
 
 
 def check_resume(rank: int, world_size: int, make: Callable[[list[Tokens]], Any], stops: list[int]) -> None:
     counts = [6, 4]
     balancer = SequenceBalancer(TOPOLOGY, d_model=D_MODEL)
     own = make_batches(rank, counts[rank])
-    whole = list(BalancedLoader(make(own), balancer, seq_lens=lens_of, empty=empty))
+    whole = list(loader_of(make(own), balancer))
     assert len(whole) == 6
     for stop in stops:
-        loader = BalancedLoader(make(own), balancer, seq_lens=lens_of, empty=empty)
+        loader = loader_of(make(own), balancer)
         states = [loader.state_dict()]
         for _ in loader:
             states.append(loader.state_dict())
             if len(states) == stop + 1:
                 break
-        resumed = BalancedLoader(make(own), balancer, seq_lens=lens_of, empty=empty)
+        resumed = loader_of(make(own), balancer)
         resumed.load_state_dict(states[stop])
         assert resumed.state_dict() == states[stop]
         rest = list(resumed)
@@ -235,9 +233,7 @@ def check_resume_of_every_kind(rank: int, world_size: int) -> None:
 
 def check_a_look_at_the_first_batch_is_no_pass(rank: int, world_size: int) -> None:
     """Without a word, the pass after it would begin at the start again."""
-    loader = BalancedLoader(
-        make_batches(rank, 4), SequenceBalancer(TOPOLOGY, d_model=D_MODEL), seq_lens=lens_of, empty=empty
-    )
+    loader = loader_of(make_batches(rank, 4))
     assert len([loader.state_dict() for _ in range(2) for _ in itertools.islice(loader, 1)]) == 2  # nothing was loaded
     state, whole = loader.state_dict(), list(loader)
     loader.load_state_dict(state)
@@ -253,25 +249,21 @@ def check_a_look_at_the_first_batch_is_no_pass(rank: int, world_size: int) -> No
 
 
 def check_lengths_that_are_read_once(rank: int, world_size: int) -> None:
-    own, balancer = make_batches(rank, 2), SequenceBalancer(TOPOLOGY, d_model=D_MODEL)
-    loader = BalancedLoader(own, balancer, empty=empty, seq_lens=lambda batch: map(int, batch.seq_lens))  # type: ignore[arg-type, return-value]
-    assert [plan.num_sequences for _, plan in loader] == [
-        sum(map(len, lens_of_all(list(batch.seq_lens), world_size))) for batch in own
-    ]
+    own = make_batches(rank, 2)
+    loader = loader_of(own, seq_lens=lambda batch: map(int, batch.seq_lens))
+    assert [plan.num_sequences for _, plan in loader] == [sum(map(len, of_all_ranks(of.seq_lens))) for of in own]
 
 
 def check_wrong_states(rank: int, world_size: int) -> None:
     balancer = SequenceBalancer(TOPOLOGY, d_model=D_MODEL)
-    loader = BalancedLoader([empty()], balancer, seq_lens=lens_of, empty=empty)
+    loader = loader_of([empty()], balancer)
     with pytest.raises(ArgumentError, match=r"state: got that of rank_7_of_8, expected rank_\d_of_2"):
         loader.load_state_dict({"rank_7_of_8": {}})
     key = f"rank_{rank}_of_2"
     with pytest.raises(ArgumentError, match="state: got a state of the wrapped loader, expected none"):
         loader.load_state_dict({key: {"num_batches": 1, "loader": {}}})
     with pytest.raises(ArgumentError, match="state: got no state of the wrapped loader, expected one"):
-        BalancedLoader(Countable([]), balancer, seq_lens=lens_of, empty=empty).load_state_dict(
-            {key: {"num_batches": 1}}
-        )
+        loader_of(Countable([]), balancer).load_state_dict({key: {"num_batches": 1}})
 
 
 def check_state_through_distributed_checkpoint(rank: int, world_size: int) -> None:
@@ -283,7 +275,7 @@ def check_state_through_distributed_checkpoint(rank: int, world_size: int) -> No
         balancer = SequenceBalancer(TOPOLOGY, d_model=D_MODEL)
         for number, make in enumerate((list, Countable, stateful)):
             own = make_batches(rank, 4 - rank)
-            loader = BalancedLoader(make(own), balancer, seq_lens=lens_of, empty=empty)
+            loader = loader_of(make(own), balancer)
             rest: list[tuple[Tokens, Plan]] = []
             path = Path(folders[0]) / str(number)
             for step, pair in enumerate(loader):
@@ -291,7 +283,7 @@ def check_state_through_distributed_checkpoint(rank: int, world_size: int) -> No
                     dcp.save({"loader": loader}, checkpoint_id=path)
                 elif step > 1:
                     rest.append(pair)
-            resumed = BalancedLoader(make(own), balancer, seq_lens=lens_of, empty=empty)
+            resumed = loader_of(make(own), balancer)
             dcp.load({"loader": resumed}, checkpoint_id=path)
             again = list(resumed)
             assert len(again) == len(rest) == 2
@@ -314,23 +306,18 @@ CHECKS = [
 
 def resumed_beyond(rank: int, world_size: int) -> Outcome:
     """Rank 1's data are shorter than the position that it goes on from."""
-    balancer = SequenceBalancer(TOPOLOGY, d_model=D_MODEL)
-    loader = BalancedLoader(make_batches(rank, 4 - 2 * rank), balancer, seq_lens=lens_of, empty=empty)
+    loader = loader_of(make_batches(rank, 4 - 2 * rank))
     loader.load_state_dict({f"rank_{rank}_of_2": {"num_batches": 3, "ended": False}})
     return outcome_of(loader)
 
 
 def resumed_alone(rank: int, world_size: int) -> Outcome:
     """Rank 0 goes on from a state, rank 1 begins anew."""
-    loader = BalancedLoader(
-        make_batches(rank, 4), SequenceBalancer(TOPOLOGY, d_model=D_MODEL), seq_lens=lens_of, empty=empty
-    )
+    loader = loader_of(make_batches(rank, 4))
     for _ in itertools.islice(loader, 2):
         state = loader.state_dict()
     dist.barrier()
-    loader = BalancedLoader(
-        make_batches(rank, 4), SequenceBalancer(TOPOLOGY, d_model=D_MODEL), seq_lens=lens_of, empty=empty
-    )
+    loader = loader_of(make_batches(rank, 4))
     if rank == 0:
         loader.load_state_dict(state)
     return outcome_of(loader)
@@ -365,17 +352,17 @@ def fail(rank: int, world_size: int) -> list[Outcome]:
     own = make_batches(rank, 4)
     broken = ValueError("picture 17 is truncated")
     loaders: list[Callable[[SequenceBalancer], BalancedLoader[Tokens]]] = [
-        lambda balancer: BalancedLoader(failing_after(own[:2], broken), balancer, seq_lens=lens_of, empty=empty),
-        lambda balancer: BalancedLoader(failing_after([], broken), balancer, seq_lens=lens_of, empty=empty),
-        lambda balancer: BalancedLoader(3, balancer, seq_lens=lens_of, empty=empty),  # type: ignore[arg-type]
-        lambda balancer: BalancedLoader(own, balancer, empty=empty, seq_lens=bad_lens),
-        lambda balancer: BalancedLoader(own[:2], balancer, seq_lens=lens_of, empty=lambda: own[7]),
-        lambda balancer: BalancedLoader([Tokens(torch.arange(1), [-1])], balancer, seq_lens=lens_of, empty=empty),
+        lambda balancer: loader_of(failing_after(own[:2], broken), balancer),
+        lambda balancer: loader_of(failing_after([], broken), balancer),
+        lambda balancer: loader_of(3, balancer),
+        lambda balancer: loader_of(own, balancer, seq_lens=bad_lens),
+        lambda balancer: loader_of(own[:2], balancer, empty=lambda: own[7]),
+        lambda balancer: loader_of([Tokens(torch.arange(1), [-1])], balancer),
     ]
     for make in loaders:
         balancer = SequenceBalancer(TOPOLOGY, group=dist.new_group([0, 1]), d_model=D_MODEL)
         dist.barrier()  # a rank that were still making its balancer would hear of the mistake there
-        loader = make(balancer) if rank == 1 else BalancedLoader(own, balancer, seq_lens=lens_of, empty=empty)
+        loader = make(balancer) if rank == 1 else loader_of(own, balancer)
         steps = ((travel(balancer, batch), time.sleep(0.3)) for batch, _ in loader)  # time to look who has failed
         outcomes.append(outcome_of(steps))
     return outcomes
@@ -437,7 +424,7 @@ def test_a_plan_ahead_goes_to_the_balancer_that_it_is_of() -> None:
 def test_one_rank_alone() -> None:
     own = make_batches(0, 5)
     balancer = SequenceBalancer("g1n1", d_model=D_MODEL)
-    loader = BalancedLoader(own, balancer, seq_lens=lens_of, empty=empty)
+    loader = loader_of(own, balancer)
     used = []
     for batch, plan in loader:
         assert plan == knapformer.plan([batch.seq_lens], topology="g1n1", d_model=D_MODEL)
@@ -445,4 +432,4 @@ def test_one_rank_alone() -> None:
         used.append(batch)
     assert len(used) == 5 and all(map(same, used, own))
     with pytest.raises(ValueError, match="picture 17"):
-        list(BalancedLoader(failing_after(own, ValueError("picture 17")), balancer, seq_lens=lens_of, empty=empty))
+        list(loader_of(failing_after(own, ValueError("picture 17")), balancer))

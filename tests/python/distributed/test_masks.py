@@ -10,7 +10,7 @@ import pytest
 import torch
 from balancer_checks import Check, run_checks
 from knapformer.attention.masked import MaskedAttention
-from masks import dense_mask, random_mask
+from masks import dense_attention, dense_mask, packed_mask, random_mask
 from ranks import error_of
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -34,12 +34,6 @@ def draw_step(seed: int, world_size: int) -> tuple[list[list[int]], list[list[st
     return lens, [[random_mask(draw, n) for n in of_rank] for of_rank in lens]
 
 
-def dense_attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
-    scores = torch.einsum("ihd,jd->hij", q, k.squeeze(1)) / DIM**0.5
-    weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1).masked_fill(~allowed, 0.0)
-    return torch.einsum("hij,jd->ihd", weights, v.squeeze(1))
-
-
 def check(rank: int, world_size: int, topology: str, heads: int, seed: int, way: str) -> bool:
     """Whether queries were cut into parts."""
     lens, masks = draw_step(seed, world_size)
@@ -47,8 +41,7 @@ def check(rank: int, world_size: int, topology: str, heads: int, seed: int, way:
     generator = torch.Generator().manual_seed(rank)
     shapes = [(sum(lens[rank]), n, DIM) for n in (heads, 1, 1)]
     inputs = [torch.randn(*shape, dtype=dtype, generator=generator).requires_grad_() for shape in shapes]
-    dense = [dense_mask(mask, n) for mask, n in zip(masks[rank], lens[rank], strict=True)]
-    expected = dense_attention(*inputs, torch.block_diag(*dense).bool() if dense else torch.zeros(0, 0).bool())
+    expected = dense_attention(*inputs, packed_mask(lens[rank], masks[rank]))
     weight = torch.arange(expected.numel(), dtype=dtype).view(expected.shape).sin()
     wanted = torch.autograd.grad((expected * weight).sum(), inputs)
 

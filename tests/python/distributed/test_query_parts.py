@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from balancer_checks import Check, causal_free_attention, own, run_checks
-from knapformer.adapters.packed import OfSequences
+from balancer_checks import Check, causal_free_attention, run_checks
+from knapformer.adapters.chunks import OfSequences
 from knapformer.attention.kernels import PackedAttention, varlen_attention
 from ranks import error_of, run_ranks
+from saved_bytes import saved_bytes
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -29,7 +31,7 @@ COST: dict[str, Any] = {"d_model": 12, "model": MODEL, "cluster": CLUSTER}
 
 def inputs_of(rank: int, dtype: torch.dtype) -> list[Tensor]:
     generator = torch.Generator().manual_seed(rank)
-    tokens = sum(own(LENS, rank))
+    tokens = sum(LENS[rank])
     heads = (HEADS, KV_HEADS, KV_HEADS)
     return [torch.randn(tokens, n, DIM, dtype=dtype, generator=generator).requires_grad_() for n in heads]
 
@@ -58,12 +60,12 @@ def check_way(rank: int, topology: str, mask: str, cluster: Cluster, way: str) -
     inputs, attend = inputs_of(rank, dtype), PackedAttention(mask)
     if way == "narrower values":
         inputs[2] = inputs[2].detach()[..., :3].clone().requires_grad_()
-    expected = varlen_attention(*inputs, own(LENS, rank), mask)
+    expected = varlen_attention(*inputs, LENS[rank], mask)
     weight = torch.arange(expected.numel(), dtype=dtype).view_as(expected).sin()
     wanted = torch.autograd.grad((expected * weight).sum(), inputs)
 
     balancer = SequenceBalancer(topology, mask=mask, **(COST | {"cluster": cluster}))
-    made = balancer.plan_routing(own(LENS, rank))
+    made = balancer.plan_routing(LENS[rank])
     assert 2 in made.degree_of_sequence and (made.stages[2] > 1) == (cluster is SLOW)
     if way == "another kernel":
         attend = Whole(attend)
@@ -87,7 +89,7 @@ def check_refusals(rank: int, world_size: int) -> None:
     ]
     for call, expected in cases:
         balancer = SequenceBalancer("g2n1", **COST)
-        made = balancer.plan_routing(own(LENS, rank))
+        made = balancer.plan_routing(LENS[rank])
         kind, message, _ = error_of(lambda: call(balancer, torch.zeros(made.tokens_after[rank], 3, 2)))  # noqa: B023
         assert expected in message, (kind, message)
 
@@ -98,9 +100,9 @@ def check_facts_of_sequences(rank: int, world_size: int) -> None:
     cases = [([[1], []], "g2n1"), ([[30, 3, 41], [1, 17]], "g2/1n1"), (LENS, "g2n1")]
     for cluster, (lens, topology) in itertools.product((CLUSTER, SLOW), cases):
         balancer = SequenceBalancer(topology, **(COST | {"cluster": cluster}))
-        balancer.plan_routing(own(lens, rank))
-        row_of = torch.tensor(own(lens, rank), dtype=torch.int64).unsqueeze(1)
-        places = torch.cat([torch.zeros(0), *map(torch.arange, own(lens, rank))])
+        balancer.plan_routing(lens[rank])
+        row_of = torch.tensor(lens[rank], dtype=torch.int64).unsqueeze(1)
+        places = torch.cat([torch.zeros(0), *map(torch.arange, lens[rank])])
         _, x, _, (of_chunks,) = balancer.route(places.view(-1, 1, 1).repeat(1, HEADS, DIM), [], [row_of])
         seen: list[int] = []
         num_queries = torch.zeros(1, dtype=torch.int64)
@@ -128,18 +130,10 @@ def check_memory(rank: int, world_size: int) -> None:
         balancer = SequenceBalancer("g2n1", **(COST | {"cluster": cluster}))
         rows = balancer.plan_routing([length] if rank == 0 else []).tokens_after[rank]
         q, k, v = (torch.randn(rows, n, dim, requires_grad=True) for n in (HEADS, KV_HEADS, KV_HEADS))
-        held: dict[int, int] = {}
-
-        def hold(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            held[storage.data_ptr()] = storage.nbytes()  # noqa: B023
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
-            o = balancer.attention(q, k, v, PackedAttention())
+        o, kept = saved_bytes(partial(balancer.attention, q, k, v, PackedAttention()))
         of_queries, of_keys = rows * HEADS * dim * 4, 2 * length * KV_HEADS * dim * 4
         assert o.requires_grad
-        assert sum(held.values()) == pytest.approx(of_keys + 2 * of_queries, rel=0.1), held
+        assert kept == pytest.approx(of_keys + 2 * of_queries, rel=0.1)
 
 
 CHECKS: list[Check] = [check_attention, check_facts_of_sequences, check_memory, check_refusals]

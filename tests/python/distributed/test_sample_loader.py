@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from balancer_checks import Listed, Outcome, failing_after, outcome_of, run_checks
+from balancer_checks import Listed, Outcome, failing_after, of_all_ranks, outcome_of, run_checks
 from ranks import GROUP_TIMEOUT_S, run_ranks
 from torch import Tensor
 
@@ -79,12 +79,6 @@ def lists_of(loader: BalancedLoader[Any]) -> Iterator[list[Piece]]:
         yield checked_pieces(samples, loader.chunks)
 
 
-def on_all(own: Any) -> list[Any]:
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, own)
-    return gathered
-
-
 def check_every_sample_once(rank: int, world_size: int) -> None:
     for topology, counts in (
         ("g1n4", [5, 3, 0, 9]),
@@ -99,8 +93,8 @@ def check_every_sample_once(rank: int, world_size: int) -> None:
             lists = list(lists_of(loader))
             num_steps = -(-max(counts) // 3)
             assert len(lists) == 3 * num_steps
-            pieces = sorted(itertools.chain.from_iterable(on_all(list(itertools.chain.from_iterable(lists)))))
-            wanted = itertools.chain.from_iterable(on_all(numbers_of(own)))
+            pieces = sorted(itertools.chain.from_iterable(of_all_ranks(list(itertools.chain.from_iterable(lists)))))
+            wanted = itertools.chain.from_iterable(of_all_ranks(numbers_of(own)))
             covered = dict.fromkeys(wanted, 0)
             for number, begin, last in pieces:
                 if number >= 0:
@@ -124,9 +118,9 @@ def check_given_work(rank: int, world_size: int) -> None:
     assert len(steps) == 2
     for number, step in enumerate(steps.values()):
         drawn = [sample for batch in own[3 * number : 3 * number + 3] for sample in batch]
-        lens = on_all([len(sample["x"]) for sample in drawn])
+        lens = of_all_ranks([len(sample["x"]) for sample in drawn])
         assert step == plan(
-            lens, "g2n2", d_model=D_MODEL, micro_batches=3, work=on_all(work_of(drawn)), cluster=CLUSTER
+            lens, "g2n2", d_model=D_MODEL, micro_batches=3, work=of_all_ranks(work_of(drawn)), cluster=CLUSTER
         )
 
 
@@ -233,7 +227,7 @@ def check_only_tensors_that_go_whole(rank: int, world_size: int) -> None:
         with pytest.raises(ArgumentError, match=r"per_token: got none, for a balancer of g.* or a balancer of g1n4"):
             BalancedStepLoader(own, balancer, 2, **options)
     loader = BalancedStepLoader(own, SequenceBalancer("g1n4", d_model=D_MODEL), 2, **options)
-    assert sum(on_all(sum(len(samples) for samples, _ in loader))) == 12
+    assert sum(of_all_ranks(sum(len(samples) for samples, _ in loader))) == 12
 
 
 CHECKS = [

@@ -20,6 +20,7 @@ from knapformer.tools.model_presets import PRESETS
 from knapformer.tools.rank_lengths import micro_batches_of_step
 from knapformer.tools.settings import settings_dict
 from knapformer.tools.ways import DrawnSteps, OptimizerStep, PlanCost
+from saved_bytes import saved_bytes
 
 import knapformer as kf
 from knapformer import Cluster, TrainedModel
@@ -146,21 +147,13 @@ def test_memory_is_that_of_the_formula():
 def test_blocks_that_are_not_computed_again_keep_what_is_predicted(name, cross_attends):
     config = load_config(name)
     model = build_model(config, torch.bfloat16)
-    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
 
     def kept_bytes(num_tokens):
-        storages = {}
-
-        def keep(tensor):
-            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
-            return tensor
-
         sizes = [config.possible(config.sample_of(num_tokens, 16))]
         batch, _ = random_batch(config, sizes, 0, torch.device("cpu"), torch.bfloat16)
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            output = model(batch)
+        output, kept = saved_bytes(lambda: model(batch), model.parameters())
         assert output.requires_grad
-        return sum(storage.nbytes() for address, storage in storages.items() if address not in weights)
+        return kept
 
     trained = TrainedModel(num_blocks=config.depth, num_parameters=0, element_size=2, recomputes=False)
     predicted = MemoryModel.of(trained, config.d_model, 1, cross_attends)

@@ -34,31 +34,20 @@ def test_plan_of_a_mix_as_json_is_the_plan(capsys: pytest.CaptureFixture[str], t
     assert (status, err, out) == (0, "", path.read_text())
 
 
-def test_plan_of_a_whole_step(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("limit", [0, 20000])
+def test_plan_of_a_whole_step(limit: int, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "step.json"
-    args = ["plan", "--topology", "g1n32", *MIXED, "--micro-batches", "3"]
-    limit = ["--max-tokens-per-rank", "60000"]
-    status, out, err = run(capsys, *args, *limit, "--json", str(path))
+    args = ["plan", "--topology", "g1n32", *MIXED, "--micro-batches", "3", "--json", str(path)]
+    status, out, err = run(capsys, *args, *(["--max-tokens-per-rank", str(limit)] if limit else []))
     batches = [DataMix.parse("mixed").draw_lengths(0, k, 32) for k in range(3)]
     step = [[length for batch in batches for length in batch[rank]] for rank in range(32)]
     model = TrainedModel(routed=False)  # ranks load what they compute
-    made = plan(step, "g1n32", d_model=3072, micro_batches=3, max_tokens_per_rank=60000, model=model)
+    made = plan(step, "g1n32", d_model=3072, micro_batches=3, max_tokens_per_rank=limit, model=model)
     assert (status, err) == (0, "") and Plan.from_json(path.read_text()) == made
+    assert (made.max_tokens <= 20000) == (limit > 0)
     assert f"g1n32, 32 ranks, 3 micro-batches, {made.num_sequences:,} sequences, {made.num_tokens:,} tokens" in out
     assert f"Predicted: {made.predicted_time:.4g} s a step" in out
     assert "Ranks wait for each other in every micro-batch" in out
-
-
-def test_the_limit_of_a_whole_step_is_that_of_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    args = ["plan", "--topology", "g1n32", "--data", "joint", "--micro-batches", "4", "--json", "-"]
-    batches = [DataMix.parse("joint").draw_lengths(0, k, 32) for k in range(4)]
-    step = [[length for batch in batches for length in batch[rank]] for rank in range(32)]
-    model = TrainedModel(routed=False)
-    _, out, _ = run(capsys, *args)
-    free = Plan.from_json(out)
-    assert free == plan(step, "g1n32", d_model=3072, micro_batches=4, model=model)
-    _, out, _ = run(capsys, *args, "--max-tokens-per-rank", "28000")
-    assert Plan.from_json(out).max_tokens <= 28000 < free.max_tokens
 
 
 def test_what_a_plan_gains_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ int32_t GroupChooser::place(const TreeItem& item) {
   KNAPFORMER_ASSERT(best >= 0);
   refresh_bag_of(best);
   trees_.add(item, best);
-  trees_.update_path(best);
+  for (int32_t v = best; v >= 0; v = trees_.node(v).parent) trees_.update(v);
   return best;
 }
 

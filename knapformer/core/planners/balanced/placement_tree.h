@@ -132,10 +132,6 @@ class PlacementTrees {
   void put(std::span<const int32_t> node_of_item);
   void add(const TreeItem& item, int32_t v) { change(item, v, 1.0); }
   void remove(const TreeItem& item, int32_t v) { change(item, v, -1.0); }
-  /// Brings v and the nodes above it up to date.
-  void update_path(int32_t v) {
-    for (; v >= 0; v = node(v).parent) update(v);
-  }
   /// Brings v alone up to date.
   void update(int32_t v);
   void update_bag(int32_t bag);
@@ -234,7 +230,10 @@ inline void PlacementTrees::save(int32_t a, int32_t b, Paths& out) const {
     out.states[out.count++] = state(v);
     v = node(v).parent;
   };
-  while (a != b) climb(b < 0 || (a >= 0 && node(a).degree <= node(b).degree) ? a : b);  // in two bags: to -1
+  if (node(a).bag != node(b).bag) {
+    while (b >= 0) climb(b);
+  }
+  while (b >= 0 && a != b) climb(node(a).degree <= node(b).degree ? a : b);
   while (a >= 0) climb(a);
 }
 

@@ -1,23 +1,13 @@
-// Packing: the micro-batch and the ranks of each sequence of a step, over all micro-batches at once.
-//
-// A micro-batch takes as long as its slowest rank, and the step takes the sum of its micro-batches. So every
-// micro-batch has a level, the time up to which its ranks are filled; levels may differ, and their sum counts. If the
-// levels add up to the lower bound and every rank is full, no time is lost. The bags of all micro-batches are trees
-// (balanced/placement_tree.h), and sequences are placed by descending work where most time is left below the level.
-//
-//   level 1 |#####################|     a first level, tried at several heights: sequences that are longer than the
-//   level 2 |############|              others' levels need room in it, whole or shared beside whole ones;
-//   level 3 |########|                  then steps: each is the longest sequence that is left;
-//   level 4 |########|                  what remains of the time is divided evenly over the rest
-//
-// All add up to the lower bound of the step, and none is below what FSDP gathers meanwhile. The best packing is
-// annealed (balanced/anneal.h), except at low effort.
+// Packing: the micro-batch and the ranks of each sequence of a step, over all micro-batches at once. Sequences are
+// placed by descending work in trees of bags (balanced/placement_tree.h), where most time is left below the level
+// (levels.h).
 #pragma once
 
 #include <optional>
 #include <vector>
 
 #include "knapformer/core/plan/plan.h"
+#include "knapformer/core/planners/balanced/choose_groups.h"
 #include "knapformer/core/planners/balanced/effort.h"
 
 namespace knapformer {
@@ -30,8 +20,34 @@ struct Packing {
   bool keeps_limit = true;                  // of tokens
 };
 
-/// The best packing by time in `num_micro_batches` of the input's, of those that keep the limit of tokens.
-std::optional<Packing> pack_by_time(const StepInput& input, int32_t num_micro_batches, Effort effort);
+/// The times up to which the ranks of each micro-batch are filled.
+struct Levels {
+  std::vector<double> levels_s = {};  // by micro-batch, of one block
+  double margin_s = 0;                // by which groups may exceed them
+  GroupChooser::Sharing sharing = GroupChooser::Sharing::kToFit;
+  double time_s = 0;  // of a step that was packed under them
+};
+
+class Packer {
+ public:
+  /// `stride`: of so many bags and sequences, or replicas, one is packed, to see how long all take.
+  /// `enforces_limit`: places sequences within the limit of tokens; otherwise a packing only says whether it keeps it.
+  Packer(const PlanInput& input, int32_t num_micro_batches, bool enforces_limit, int32_t stride = 1);
+
+  Packing pack(const Levels& levels);
+  /// Anneals the last packing, so that its micro-batches exceed their levels less.
+  Packing anneal(const Packing& last, Effort effort);
+
+  const std::vector<PlacementTrees>& trees() const { return trees_; }
+
+ private:
+  Packing packing(const std::vector<double>& levels_s) const;
+
+  const PlanInput& input_;
+  int32_t num_micro_batches_, stride_;
+  std::vector<PlacementTrees> trees_;        // by replica
+  std::vector<std::vector<int32_t>> nodes_;  // of their items
+};
 
 /// By tokens alone, for limits that no packing by time keeps: each sequence goes to the smallest group with room, or
 /// over a whole bag.

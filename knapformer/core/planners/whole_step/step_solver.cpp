@@ -12,7 +12,7 @@
 #include "knapformer/core/planners/balanced/uneven_chunks.h"
 #include "knapformer/core/planners/planner.h"
 #include "knapformer/core/planners/token_limits.h"
-#include "knapformer/core/planners/whole_step/packing.h"
+#include "knapformer/core/planners/whole_step/levels.h"
 #include "knapformer/core/util/error.h"
 
 namespace knapformer {
@@ -53,7 +53,7 @@ class StepSolver {
     if (!best_) {
       if (const auto packing = pack_one_by_one(input_)) consider(*packing);
     }
-    if (!best_) refuse();
+    if (!best_) refuse_unkept(input_, solver_);
     return std::move(*best_);
   }
 
@@ -117,15 +117,6 @@ class StepSolver {
     std::optional<MicroBatchPlan> other = plan_within_limit(plan.input(), solver_, a_quarter);
     if (is_kept && (!other || predict_micro_batch(*other).total_s() >= time.total_s())) return plan;
     return other;
-  }
-
-  [[noreturn]] void refuse() const {
-    const PlanInput& step = input_.sequences;
-    throw_argument<TokenLimitError>(
-        "max_tokens_per_rank", step.max_tokens_per_rank,
-        text("a limit that solver '", solver_, "' keeps with topology ", step.topology.str(), " and ",
-             input_.num_micro_batches,
-             " micro-batches; with more of them, or in bags of more ranks, less may be possible"));
   }
 
   /// All sequences are planned as if there were one micro-batch, so that the ranks' sums are even. Then each rank's

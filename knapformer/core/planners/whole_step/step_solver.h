@@ -1,7 +1,7 @@
 // The planner of a whole optimizer step: it decides which micro-batch computes each sequence, and on which ranks.
 //
 //   1. lower bound        cost/bounds.h: that of one micro-batch with all sequences
-//   2. pack               packing.h: over all micro-batches at once, under the best of many levels. With
+//   2. pack               levels.h: over all micro-batches at once, under the best of many levels. With
 //                         StepSync::kStep the ranks' sums are balanced, as if there were one micro-batch, and then cut
 //   3. plan               a micro-batch that is not even enough, by the named planner
 //   4. compare            with the given order, each micro-batch planned by itself, and with one micro-batch of all

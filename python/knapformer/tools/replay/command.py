@@ -67,8 +67,8 @@ def run(args: argparse.Namespace) -> None:
     model = settings.trained_model(config, DTYPES[dtype], args.recomputes, of=planning.model)
     planning = replace(planning, cluster=cluster, model=model)
     ways = _ways(args, config, planning)
-    lens = [plan.seq_lens for steps in ways.values() for step in steps for plan in step.plans]
-    settings.warn_if_far(args, planning, lens, device_name(device))
+    plans = [plan for steps in ways.values() for step in steps for plan in step.plans]
+    settings.warn_if_far(args, planning, [plan.seq_lens for plan in plans], device_name(device))
 
     mode = "lora" if model.mode == "lora" else "training"
     replayer = Replayer(config, device, DTYPES[dtype], args.recomputes, mode)
@@ -78,7 +78,6 @@ def run(args: argparse.Namespace) -> None:
         text_tokens = [config.text_tokens(length) for lens in plan.seq_lens for length in lens]
         return shares_of(plan, config.num_heads, config.num_kv_heads, text_tokens, config.text_beside)
 
-    plans = (plan for steps in ways.values() for step in steps for plan in step.plans)
     shares = [share for plan in plans for share in shares_in(plan)]
     pieces = replayer.pieces_of(shares)
     with Progress(len(pieces) * (args.repeats + args.warmup)) as progress:
@@ -91,7 +90,7 @@ def run(args: argparse.Namespace) -> None:
         ).figures(cluster, model, args.peak_tflops)
         for name, steps in ways.items()
     ]  # fmt: skip
-    num_ranks, planning = len(lens[0]), replace(planning, model=model)
+    num_ranks, planning = plans[0].num_ranks, replace(planning, model=model)
     write_json(args.json, {
         "format": "knapformer.replay",
         "version": 3,

@@ -13,7 +13,7 @@
 #include "knapformer/core/cost/bounds.h"
 #include "knapformer/core/cost/step_time.h"
 #include "knapformer/core/planners/planner.h"
-#include "knapformer/core/planners/whole_step/fill_ranks.h"
+#include "knapformer/core/planners/whole_step/fill_empty_ranks.h"
 #include "knapformer/core/util/interrupt.h"
 #include "tests/core/cases.h"
 #include "tests/core/planners/whole_step/steps.h"
@@ -292,9 +292,9 @@ TEST(MicroBatches, EveryRankIsFilledWhereThereAreSequences) {
   for (int i = 0; i < 60; ++i) {
     const StepInput input = random_step(cases, i);
     const Plan plan = plan_step(input, "balanced", {.moves = Effort::kLow});
-    const Plan filled = fill_ranks(plan);
+    const Plan filled = fill_empty_ranks(plan);
     filled.validate();
-    EXPECT_EQ(fill_ranks(filled), filled) << i;
+    EXPECT_EQ(fill_empty_ranks(filled), filled) << i;
     EXPECT_LE(filled.max_tokens(), plan.max_tokens()) << i;
     const Topology& topology = input.sequences.topology;
     std::map<int32_t, int32_t> num_empty, num_spare;  // by replica: ranks that take whole sequences; whole sequences
@@ -315,7 +315,7 @@ TEST(MicroBatches, EveryRankIsFilledWhereThereAreSequences) {
 
 TEST(MicroBatches, AsManySequencesAsRanksMakeOneEach) {
   const StepInput input = default_step({{900, 20}, {500, 10}, {500, 30}, {400, 40}}, "g1n4", 2);
-  const Plan filled = fill_ranks(plan_step(input, "balanced"));
+  const Plan filled = fill_empty_ranks(plan_step(input, "balanced"));
   for (int32_t k = 0; k < 2; ++k) {
     for (int32_t r = 0; r < 4; ++r) EXPECT_EQ(filled.chunks_on(Rank(r), k).size(), 1);
   }
@@ -329,7 +329,7 @@ TEST(MicroBatches, SharedSequencesFillMicroBatchesToo) {
       StepInput input = default_step(lens, topology, 3);
       input.sync = sync;
       const Plan plan = plan_step(input, "balanced");
-      const Plan filled = fill_ranks(plan);
+      const Plan filled = fill_empty_ranks(plan);
       filled.validate();
       EXPECT_LE(filled.max_tokens(), plan.max_tokens());
       for (int32_t k = 0; k < 3; ++k) {

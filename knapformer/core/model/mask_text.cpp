@@ -1,9 +1,11 @@
-// The text forms of written masks (mask.h).
+// Which texts are masks, and what they say (Mask::parse, Mask::str). mask.h lists the forms.
 #include <algorithm>
-#include <cstdint>
+#include <array>
+#include <type_traits>
 #include <utility>
 
 #include "knapformer/core/model/mask.h"
+#include "knapformer/core/util/error.h"
 #include "knapformer/core/util/text_reader.h"
 
 namespace knapformer {
@@ -153,13 +155,66 @@ std::optional<std::vector<MaskRun>> read_ranges(TextReader& reader) {
   return is_good ? std::optional(std::move(runs)) : std::nullopt;
 }
 
-}  // namespace
-
-std::optional<std::vector<MaskRun>> Mask::written_runs(std::string_view text) {
+/// Of a text that is to be a written mask; nothing where it is malformed.
+std::optional<std::vector<MaskRun>> written_runs(std::string_view text) {
   TextReader reader(text);
   if (reader.accept("ranges:")) return read_ranges(reader);
   Parts parts;
   return parts.read(reader) ? parts.runs() : std::nullopt;
+}
+
+constexpr std::array<std::string_view, 6> kNames = {"full",         "causal", "prefix",
+                                                    "block_causal", "window", "density"};  // by Kind
+
+/// Visits the numbers of the mask's text form, in order: visit(member, least).
+template <class Self, class Visit>
+void for_each_number(Self& mask, Visit visit) {
+  using enum Mask::Kind;
+  if (mask.kind == kPrefix || mask.kind == kBlockCausal) visit(mask.text_tokens, 0);
+  if (mask.kind == kBlockCausal) visit(mask.frame_tokens, 1);
+  if (mask.kind == kWindow) {
+    visit(mask.left, 0);
+    visit(mask.right, 0);
+  }
+  if (mask.kind == kDensity) visit(mask.density, 0);
+}
+
+}  // namespace
+
+Mask Mask::parse(std::string_view text) {
+  const std::string_view name = text.substr(0, text.find(':'));
+  TextReader reader(text.substr(name.size()));
+  const auto found = std::ranges::find(kNames, name);
+  bool is_good = found != kNames.end();
+  Mask mask;
+  if (is_good) {
+    mask.kind = static_cast<Kind>(found - kNames.begin());
+    for_each_number(mask, [&]<class Number>(Number& number, int32_t min) {
+      const auto read = reader.accept(':') ? reader.number<Number>(min, std::is_same_v<Number, double> ? 1 : kMaxTokens)
+                                           : std::nullopt;
+      is_good = is_good && read;
+      number = read.value_or(min);
+    });
+    is_good = is_good && reader.at_end();
+  } else if (std::optional<std::vector<MaskRun>> runs = written_runs(text)) {
+    is_good = true;
+    mask.kind = Kind::kWritten;
+    Written written{.text = std::string(text), .seq_len = 0, .pairs = 0, .runs = *std::move(runs)};
+    for (const MaskRun& run : written.runs) {
+      written.seq_len += run.num_queries;
+      written.pairs += run.pairs_before(run.num_queries);
+    }
+    mask.written = std::make_shared<const Written>(std::move(written));
+  }
+  if (!is_good) throw_argument("mask", knapformer::text("'", text, "'"), kForms);
+  return mask;
+}
+
+std::string Mask::str() const {
+  if (written) return written->text;
+  std::string out(kNames[static_cast<size_t>(kind)]);
+  for_each_number(*this, [&](auto number, int32_t) { out += text(':', number); });
+  return out;
 }
 
 }  // namespace knapformer

@@ -1,4 +1,4 @@
-#include "knapformer/core/planners/whole_step/fill_ranks.h"
+#include "knapformer/core/planners/whole_step/fill_empty_ranks.h"
 
 #include <algorithm>
 #include <map>
@@ -123,6 +123,6 @@ class RankFiller {
 
 }  // namespace
 
-Plan fill_ranks(const Plan& plan) { return RankFiller(plan).run(); }
+Plan fill_empty_ranks(const Plan& plan) { return RankFiller(plan).run(); }
 
 }  // namespace knapformer

@@ -9,6 +9,6 @@ namespace knapformer {
 /// every rank keeps at least one other: a whole sequence if its bag takes one, otherwise one that a group around it
 /// shares, with little work. The fullest rank holds no more tokens than before. A rank stays empty if its replica has
 /// no such sequence left.
-Plan fill_ranks(const Plan& plan);
+Plan fill_empty_ranks(const Plan& plan);
 
 }  // namespace knapformer

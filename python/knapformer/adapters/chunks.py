@@ -1,4 +1,4 @@
-"""What packed calls work on: the tokens of samples, at home and where they are computed, and their attention."""
+"""What packed calls work on: the tokens of samples, at home and in chunks on the ranks, and their attention."""
 
 from __future__ import annotations
 
