@@ -145,7 +145,8 @@ def check_models(args: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
     from knapformer.adapters.named import build_model, load_config
-    from knapformer.models.parallel import DTYPES, set_checkpointing
+    from knapformer.checkpointing import set_checkpointing
+    from knapformer.models.training import DTYPES
     from torch.utils._pytree import tree_map_only
 
     device, rank, num_ranks, sizes = rank_device(args), dist.get_rank(), dist.get_world_size(), SIZES[args.device]
@@ -230,7 +231,7 @@ def look_for_waits(args: argparse.Namespace) -> None:
 def model_and_batch(config: Any, dtype: Any, device: Any, sizes: Any, seed: int = 0) -> tuple[Any, Any]:
     """A checkpointed model, and a batch of samples of these numbers of text and visual tokens with its target."""
     from knapformer.adapters.named import build_model, materialize, random_batch
-    from knapformer.models.parallel import init_weights, set_checkpointing
+    from knapformer.models import init_weights, set_checkpointing
 
     from knapformer import Sample
 

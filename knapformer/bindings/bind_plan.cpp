@@ -17,23 +17,12 @@ using namespace knapformer;  // NOLINT: this file is nothing but names of the co
 
 namespace {
 
-/// visit(id, plan, its id in that plan) for each sequence of the step, with the plan of its micro-batch.
-template <class Visit>
-void for_each_sequence(const Plan& step, Visit visit) {
-  std::vector<int32_t> next(static_cast<size_t>(step.num_micro_batches()));
-  for (size_t s = 0; s < step.micro_batches().size(); ++s) {
-    const int32_t k = step.micro_batches()[s];
-    visit(SequenceId(s), step.plans()[k], SequenceId(next[k]++));
-  }
-}
-
-/// By sequence, a value of its placement.
-template <class Field>
-auto per_sequence(Field field) {
-  return [field](const Plan& step) {
-    std::vector<int32_t> out;
-    for_each_sequence(
-        step, [&](SequenceId, const MicroBatchPlan& plan, SequenceId id) { out.push_back(field(plan.placement(id))); });
+/// By sequence, a value of the plan of its micro-batch: value(plan, its id there).
+template <class Value>
+auto per_sequence(Value value) {
+  return [value](const Plan& step) {
+    std::vector<decltype(value(step.plans()[0], SequenceId()))> out;
+    step.for_each_sequence([&](SequenceId, const MicroBatchPlan& p, SequenceId id) { out.push_back(value(p, id)); });
     return out;
   };
 }
@@ -80,26 +69,21 @@ LoadBalance balance_after(const Plan& step) { return LoadBalance::of(summed(&Mic
 
 py::list chunks(const Plan& step) {
   py::list out;
-  for_each_sequence(step, [&](SequenceId id, const MicroBatchPlan& plan, SequenceId in_plan) {
+  step.for_each_sequence([&](SequenceId id, const MicroBatchPlan& plan, SequenceId in_plan) {
     for (const Chunk& c : plan.chunks(in_plan))
       out.append(py::make_tuple(id.value, c.rank.value, c.first_token, c.num_tokens));
   });
   return out;
 }
 
-/// By sequence, the parts of its queries: (first query, queries, first key, keys, pairs).
-py::list parts_of_sequence(const Plan& step) {
-  py::list out;
-  for_each_sequence(step, [&](SequenceId, const MicroBatchPlan& plan, SequenceId in_plan) {
-    const int64_t length = plan.seq_lens()[in_plan];
-    const Mask mask = plan.input().mask_of(in_plan);
-    py::list parts;
-    for (const QueryPart& p : plan.query_parts(in_plan)) {
-      parts.append(py::make_tuple(p.first_query, p.num_queries, p.first_key, p.num_keys, mask.pairs_of(length, p)));
-    }
-    out.append(std::move(parts));
-  });
-  return out;
+/// The parts of a sequence's queries: (first query, queries, first key, keys, pairs).
+py::list parts_of(const MicroBatchPlan& plan, SequenceId id) {
+  const int64_t length = plan.seq_lens()[id];
+  const Mask mask = plan.input().mask_of(id);
+  py::list parts;
+  for (const QueryPart& p : plan.query_parts(id))
+    parts.append(py::make_tuple(p.first_query, p.num_queries, p.first_key, p.num_keys, mask.pairs_of(length, p)));
+  return parts;
 }
 
 std::vector<std::string> masks(const Plan& step) {
@@ -108,18 +92,11 @@ std::vector<std::string> masks(const Plan& step) {
   return texts;
 }
 
-std::vector<double> sequence_works(const Plan& step) {
-  std::vector<double> works;
-  for (int32_t s = 0; s < step.seq_lens().num_sequences(); ++s)
-    works.push_back(step.input().sequences.work(SequenceId(s)));
-  return works;
-}
-
 std::vector<double> chunk_works(const Plan& step) {
   const PlanInput& input = step.input().sequences;
   const AttentionShares shares = input.attention_shares();
   std::vector<double> works;
-  for_each_sequence(step, [&](SequenceId id, const MicroBatchPlan& plan, SequenceId in_plan) {
+  step.for_each_sequence([&](SequenceId id, const MicroBatchPlan& plan, SequenceId in_plan) {
     const Placement& place = plan.placement(in_plan);
     for (const Chunk& chunk : plan.chunks(in_plan))
       works.push_back(input.token_work(chunk.num_tokens) +
@@ -199,8 +176,7 @@ void bind_plan(py::module_& m) {
     return lens;
   });
   property("num_micro_batches", "How many the step has; some may be empty.", &Plan::num_micro_batches);
-  property("micro_batches", "Per sequence, the micro-batch that computes it.",
-           [](const Plan& p) { return std::vector<int32_t>(p.micro_batches().begin(), p.micro_batches().end()); });
+  property("micro_batches", "Per sequence, the micro-batch that computes it.", &Plan::micro_batches);
   property("sync", "Where ranks wait for each other: in every 'micro_batch', or once, at the end of the 'step'.",
            [](const Plan& p) { return step_sync_name(p.input().sync); });
   property("plans", "Per micro-batch, a plan of its sequences, which numbers these alone: see sequences_of.",
@@ -212,11 +188,11 @@ void bind_plan(py::module_& m) {
              return plans;
            });
   property("bag_of_sequence", "Per sequence, the number of the bag that holds it.",
-           per_sequence([](const Placement& p) { return p.bag.value; }));
+           per_sequence([](const MicroBatchPlan& p, SequenceId id) { return p.placement(id).bag.value; }));
   property("first_rank_of_sequence", "Per sequence, the first of the consecutive ranks that hold it.",
-           per_sequence([](const Placement& p) { return p.first_rank.value; }));
+           per_sequence([](const MicroBatchPlan& p, SequenceId id) { return p.placement(id).first_rank.value; }));
   property("degree_of_sequence", "How many consecutive ranks share each sequence.",
-           per_sequence([](const Placement& p) { return p.degree; }));
+           per_sequence([](const MicroBatchPlan& p, SequenceId id) { return p.placement(id).degree; }));
   property("query_parts",
            "By degree, into how many parts the ranks that share a sequence cut its queries. Empty: they cut heads "
            "alone.",
@@ -226,7 +202,7 @@ void bind_plan(py::module_& m) {
   property("parts_of_sequence",
            "Per sequence, the parts into which its ranks cut its queries, in rank order: tuples (first "
            "query, queries, first key, keys, pairs).",
-           &parts_of_sequence);
+           per_sequence(&parts_of));
   property("chunk_lens", "Per rank, the tokens of the chunks that it holds, in row order.",
            per_chunk([](const Chunk& c, SequenceId) { return c.num_tokens; }));
   property("sequences_on", "Per rank, the sequence of each of its chunks, in row order.",
@@ -271,7 +247,8 @@ void bind_plan(py::module_& m) {
   property("cluster", "The cluster that times are predicted with.",
            [](const Plan& p) { return p.input().sequences.cluster; });
   property("model", "The model that a step runs.", [](const Plan& p) { return p.input().sequences.model; });
-  property("sequence_works", "Per sequence, FLOPs of one block forward.", &sequence_works);
+  property("sequence_works", "Per sequence, FLOPs of one block forward.",
+           per_sequence([](const MicroBatchPlan& p, SequenceId id) { return p.input().work(id); }));
   property("chunk_works", "For each of `chunks`, FLOPs of one block forward that are done on its rank.", &chunk_works);
   property("attention_pairs",
            "Per sequence, how many (query, key) pairs its mask leaves. Empty: full attention everywhere.",

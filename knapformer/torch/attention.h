@@ -23,7 +23,7 @@
 #include <string_view>
 #include <vector>
 
-#include "knapformer/core/plan/exchange_table.h"
+#include "knapformer/core/plan/attention_tables.h"
 #include "knapformer/torch/exchange/exchange.h"
 #include "knapformer/torch/mask_tables.h"
 

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "knapformer/core/model/mask.h"
-#include "knapformer/core/plan/exchange_table.h"
+#include "knapformer/core/plan/attention_tables.h"
 #include "knapformer/core/plan/micro_batch_plan.h"
 #include "knapformer/core/plan/plan.h"
 #include "knapformer/torch/attention.h"

@@ -142,10 +142,6 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) <= sys.float_info.max  # an integer may be beyond any float
 
 
-def _is_mask(value: Any) -> bool:
-    return isinstance(value, str) and bool(check_mask(value))  # which raises for what is no mask
-
-
 _Check = tuple[Callable[[Any], bool], str]  # what fits, and what is expected
 _AT_LEAST_0: _Check = (lambda value: _is_number(value) and value >= 0, "a finite number >= 0")
 _ABOVE_0: _Check = (lambda value: _is_number(value) and value > 0, "a finite number > 0")
@@ -154,10 +150,11 @@ _FLAG: _Check = (lambda value: type(value) is bool, "true or false")
 _TEXTS: _Check = (
     lambda value: isinstance(value, list | tuple) and all(isinstance(text, str) for text in value), "a list of texts"
 )  # fmt: skip
+_MASK: _Check = (lambda value: isinstance(value, str) and bool(check_mask(value)), "a mask's text")  # raises, too
 _CHECKS: dict[str, _Check] = {
     "gamma": _AT_LEAST_0, "seconds_per_flop": _ABOVE_0, "d_model": _COUNT,
     "recomputes": _FLAG, "overlaps_attention": _FLAG, "relative_rms_error": _AT_LEAST_0,
-    "relative_rms_error_without_gamma": _AT_LEAST_0, "noise": _AT_LEAST_0, "mask": (_is_mask, "a mask's text"),
+    "relative_rms_error_without_gamma": _AT_LEAST_0, "noise": _AT_LEAST_0, "mask": _MASK,
     "warnings": _TEXTS, "device": (lambda value: isinstance(value, str), "a text or null"), "longest": _COUNT,
     "mode": (lambda value: value in ("training", "lora"), "'training' or 'lora'"), "num_ranks": _COUNT,
     "latency_s": _AT_LEAST_0, "bytes_per_s": _ABOVE_0, "seconds": _AT_LEAST_0,

@@ -1,4 +1,4 @@
-"""Activation checkpointing that keeps the results of exchanges, so that no all-to-all is repeated. Needs torch.
+"""Activation checkpointing, also with the results of exchanges kept: no all-to-all is repeated. Needs torch.
 
     from torch.utils.checkpoint import checkpoint
     checkpoint(block, x, use_reentrant=False, context_fn=keep_exchanges)
@@ -11,12 +11,14 @@ sequences beside shared ones is kept too, as it is rows of the same tensor. The 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
-import knapformer._torch  # noqa: F401  (registers the ops)
+import knapformer._torch  # registers the ops
 
 #: The ops that move tensors between ranks, for selective checkpointing policies of your own.
 EXCHANGES = (
@@ -33,3 +35,16 @@ def keep_exchanges() -> tuple[AbstractContextManager[Any], AbstractContextManage
     To keep more than exchanges, write a policy of your own that also saves the ops in EXCHANGES.
     """
     return create_selective_checkpoint_contexts(list(EXCHANGES))  # type: ignore[no-any-return]
+
+
+def set_checkpointing(model: nn.Module, enabled: bool = True, *, keep_exchanges: bool = False) -> None:
+    """Every block is computed again in the backward pass instead of keeping its activations.
+
+    model: a balanced one of diffusers or of knapformer.models.
+    keep_exchanges: keeps the results of the balancer's exchanges, so that no exchange is repeated.
+    """
+    contexts: Any = knapformer.checkpointing.keep_exchanges if keep_exchanges else noop_context_fn
+    run: Any = partial(checkpoint, use_reentrant=False, context_fn=contexts)
+    for module in model.modules():
+        if hasattr(module, "gradient_checkpointing"):
+            module.__dict__.update(gradient_checkpointing=enabled, _gradient_checkpointing_func=run)

@@ -67,7 +67,7 @@ class _Loader(Generic[Item]):
         resumes, self._position, self._resume_at = self._resume_at is not None, self._resume_at or _Position(), None
         if resumes:
             self._balancer.plan_routing(())  # a rank that begins anew calls start_planning: StateError on all
-        source = _Source(self._loader, self._position, self._snapshot if self._stateful else None)
+        source = _Source(self._loader, self._position, self._snapshot)
         try:
             for item in self._iterate(source):
                 self._has_looked = self._has_looked or resumes
@@ -140,16 +140,16 @@ class _Loader(Generic[Item]):
     def _key(self) -> str:
         return f"rank_{self._balancer.rank}_of_{self._balancer.num_ranks}"
 
-    def _snapshot(self) -> bytes:
-        """A copy of the wrapped loader's state, as the state itself may go on changing. Bytes, as checkpoints that are
-        loaded in place need a state of the same structure at any time."""
-        return pickle.dumps(self._loader.state_dict())  # type: ignore[attr-defined]
+    def _snapshot(self) -> bytes | None:
+        """A copy of the wrapped loader's state, if it has one, as the state itself may go on changing. Bytes, as
+        checkpoints that are loaded in place need a state of the same structure at any time."""
+        return pickle.dumps(self._loader.state_dict()) if self._stateful else None  # type: ignore[attr-defined]
 
 
 class _Source:
     """One pass over this rank's batches."""
 
-    def __init__(self, loader: Iterable[Any], position: _Position, snapshot: Callable[[], bytes] | None) -> None:
+    def __init__(self, loader: Iterable[Any], position: _Position, snapshot: Callable[[], bytes | None]) -> None:
         self._loader = loader
         self._snapshot = snapshot
         self._batches: Iterator[Any] | None = None
@@ -171,16 +171,14 @@ class _Source:
             if self.position.ended or self.error is not None:
                 return []
             if self._batches is None:  # here: an error of opening counts as one of the first batch
-                self._batches, used = iter(self._loader), 0 if self._snapshot else self._num_batches
+                self._batches, used = iter(self._loader), 0 if self.position.state else self._num_batches
                 if (found := sum(1 for _ in islice(self._batches, used))) < used:
                     raise StateError(f"load_state_dict: got a position after {used} batches, expected at most {found}")
-            state = self._snapshot() if self._snapshot else None
-            self.position = _Position(self._num_batches, state=state)
+            self.position = _Position(self._num_batches, state=self._snapshot())
             batches = list(islice(self._batches, most))
             self._num_batches += len(batches)
             if not batches:
-                state = self._snapshot() if self._snapshot else None
-                self.position = _Position(self._num_batches, ended=True, state=state)
+                self.position = _Position(self._num_batches, ended=True, state=self._snapshot())
         return batches
 
 

@@ -9,16 +9,7 @@
 //
 // since per-token work follows the chunk, and attention work follows the heads.
 //
-// Given work. Where a sample's work does not follow from its length (two coupled streams, a measured model), W_i FLOPs
-// are given for each sequence in place of w(l_i). W_i is split into the same two terms, so that all code that prices or
-// places sequences by the formula handles given work too:
-//
-//   per-token layers   p 24 l_i d^2          p = min(1, min_i W_i / (24 l_i d^2)), the same for all sequences of a step
-//   as attention       W_i - p 24 l_i d^2    shared by the heads, >= 0
-//
-// All sequences have one p, since chunks are cut by the cost of a token, whichever sequence it belongs to. If the given
-// work equals the formula's, then p = 1 and the terms are the formula's, bit for bit. The forward work of a sequence is
-// W_i, whatever gamma is.
+// Work that is given for a sequence is split into the same two terms (core/plan/given_work.cpp).
 #pragma once
 
 #include <cstdint>

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "knapformer/core/plan/exchange_table.h"
+#include "knapformer/core/plan/attention_tables.h"
 
 namespace knapformer {
 

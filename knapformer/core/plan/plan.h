@@ -71,6 +71,15 @@ class Plan {
   const std::string& solver() const { return plans_.front().solver(); }
   /// The step's ids of a micro-batch's sequences, ascending. The index is the id in the micro-batch's plan.
   std::vector<SequenceId> sequences_of(int32_t micro_batch) const;
+  /// visit(id, plan, its id in that plan) for each sequence of the step, with the plan of its micro-batch.
+  template <class Visit>
+  void for_each_sequence(Visit visit) const {
+    std::vector<int32_t> next(plans_.size());
+    for (size_t s = 0; s < micro_batches_.size(); ++s) {
+      const int32_t k = micro_batches_[s];
+      visit(SequenceId(s), plans_[k], SequenceId(next[k]++));
+    }
+  }
   /// What a rank holds in a micro-batch, in the order of its rows, with the step's ids.
   std::vector<Chunk> chunks_on(Rank rank, int32_t micro_batch) const;
   /// The indices, ascending, of those sequences in a rank's own list that a micro-batch computes.

@@ -11,10 +11,6 @@
 namespace knapformer {
 namespace {
 
-// The attention part of a given work is counted in (query, key) pairs of gamma * 4 d FLOPs each. With a smaller gamma
-// the number of pairs would leave the range of a double.
-constexpr double kMinGammaOfGivenWork = 1e-6;
-
 using KeyedId = std::pair<uint64_t, SequenceId>;
 
 /// A stable radix sort. With std::sort, 16,000 sequences are planned in 4.8 ms at low effort, not in 2.7.
@@ -33,36 +29,6 @@ void sort_by_key(std::vector<KeyedId>& items) {
 }
 
 }  // namespace
-
-void PlanInput::give_work(std::vector<double> work) {
-  token_part = max_token_part(work);
-  given_work = std::move(work);
-}
-
-double PlanInput::max_token_part(std::span<const double> work) const {
-  if (work.size() != static_cast<size_t>(seq_lens.num_sequences())) {
-    throw_argument("work", text(work.size(), " numbers"),
-                   text("one for each of the ", seq_lens.num_sequences(), " sequences"));
-  }
-  if (workload.gamma < kMinGammaOfGivenWork)
-    throw_argument("gamma", workload.gamma, text("at least ", kMinGammaOfGivenWork, " where work is given"));
-  double part = 1;
-  for (size_t s = 0; s < work.size(); ++s) {
-    if (!(work[s] >= 1 / kMaxMagnitude && work[s] <= kMaxMagnitude)) {
-      throw_argument("work", text(work[s], " for sequence ", s),
-                     text("a positive finite number, from ", 1 / kMaxMagnitude, " to ", kMaxMagnitude));
-    }
-    part = std::min(part, work[s] / workload.token_work(seq_lens[SequenceId(s)], d_model));
-  }
-  return part;
-}
-
-double PlanInput::given_pairs_of(SequenceId id) const {
-  const double whole = given_work[id.index()];
-  // The difference below would round.
-  if (token_part == 1 && whole == formula_work(id)) return mask_pairs_of(id);
-  return std::max(0.0, whole - token_work(seq_lens[id])) / workload.attention_work_of_pairs(1, d_model);
-}
 
 void PlanInput::validate() const {
   if (topology.num_ranks() < 1) throw_argument("topology", "none", "one of at least one rank");
@@ -98,12 +64,8 @@ void PlanInput::validate() const {
     throw_argument("rank_speed", text("speeds from ", slowest, " to ", fastest),
                    text("the fastest at most ", kMaxSpeedRatio, " times the slowest"));
   }
-  if (!given_work.empty()) {
-    // token_part is lower than this input allows if another micro-batch of the step allows no more.
-    check_range("token_part", token_part, 0, max_token_part(given_work));
-  } else {
-    check_range("token_part", token_part, 0, 1);
-  }
+  // token_part is lower than this input allows if another micro-batch of the step allows no more.
+  check_range("token_part", token_part, 0, given_work.empty() ? 1 : max_token_part(given_work));
   for (const AttentionCut& cut : attention_cuts) {
     if (cut.degree < 1 || cut.num_parts < 1 || cut.degree % cut.num_parts != 0) {
       throw_argument("attention_cuts", text(cut.num_parts, " parts for ", cut.degree, " ranks"),

@@ -32,8 +32,7 @@ struct PlanInput {
   std::vector<double> rank_speed = {};
   /// The most tokens that a rank may hold. 0: no limit.
   int64_t max_tokens_per_rank = 0;
-  /// Given work of each sequence, in FLOPs of one block forward, and its p (workload.h): see give_work. Empty: the
-  /// formula's work.
+  /// Given work of each sequence, in FLOPs of one block forward, and its p (given_work.cpp). Empty: the formula's.
   std::vector<double> given_work = {};
   double token_part = 1;
   /// By degree, where queries are cut (AttentionShares): see cut_attention in planners/attention_cuts_and_stages.h.
@@ -108,7 +107,7 @@ struct PlanInput {
     return workload.token_work(seq_lens[id], d_model) + workload.attention_work_of_pairs(mask_pairs_of(id), d_model);
   }
   double given_pairs_of(SequenceId id) const;
-  /// The p of this work (workload.h). Throws ArgumentError (argument "work").
+  /// The p of this work (given_work.cpp). Throws ArgumentError (argument "work").
   double max_token_part(std::span<const double> work) const;
 };
 

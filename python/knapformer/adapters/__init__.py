@@ -9,7 +9,8 @@ from knapformer.adapters.adapter import Adapter
 from knapformer.adapters.balance import balance, unbalance
 from knapformer.adapters.chunks import Chunks, Home
 from knapformer.adapters.parity import check
+from knapformer.adapters.predictions import Predictions
 from knapformer.adapters.registry import names, register
-from knapformer.adapters.samples import Predictions, Samples
+from knapformer.adapters.samples import Samples
 
 __all__ = ["Adapter", "Chunks", "Home", "Predictions", "Samples", "balance", "check", "names", "register", "unbalance"]

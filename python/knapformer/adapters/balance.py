@@ -17,9 +17,9 @@ from torch import nn
 
 from knapformer import ArgumentError, StateError
 from knapformer.adapters.adapter import MAX_TEXT_TOKENS
-from knapformer.adapters.checks import STATE, check_model, packed_modules
-from knapformer.adapters.chunks import Packed
+from knapformer.adapters.checks import STATE, check_model
 from knapformer.adapters.packed_call import Balanced, packed_call
+from knapformer.adapters.packed_modules import module_forward, packed_modules
 from knapformer.adapters.registry import find_model
 from knapformer.balancer import SequenceBalancer
 
@@ -83,7 +83,7 @@ def balance(
             )
     for _, module, packed_forward in packed:
         setattr(module, STATE, packed_forward)
-        module.forward = MethodType(_module_forward, module)
+        module.forward = MethodType(module_forward, module)
     setattr(model, STATE, Balanced(adapter, balancer))
     model.forward = MethodType(_model_forward, model)
     return transformer
@@ -94,7 +94,7 @@ def unbalance(transformer: Model) -> Model:
     model, _ = find_model(transformer)
     modules = [module for module in model.modules() if STATE in module.__dict__]
     for module in modules:
-        if getattr(module.__dict__.get("forward"), "__func__", None) not in (_model_forward, _module_forward):
+        if getattr(module.__dict__.get("forward"), "__func__", None) not in (_model_forward, module_forward):
             raise StateError("transformer: its forward was replaced after balance(); undo that first")
     for module in modules:
         del module.__dict__["forward"], module.__dict__[STATE]
@@ -104,12 +104,6 @@ def unbalance(transformer: Model) -> Model:
 def balanced(transformer: nn.Module) -> Balanced:
     """The adapter and the balancer of a balanced model; another balancer may be assigned."""
     return transformer.__dict__[STATE]
-
-
-def _module_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    if args and isinstance(args[-1], Packed):
-        return module.__dict__[STATE](module, *args)
-    return type(module).forward(module, *args, **kwargs)
 
 
 def _model_forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -10,7 +10,6 @@ from torch import nn
 
 from knapformer import ArgumentError, StateError
 from knapformer.adapters.adapter import Adapter
-from knapformer.adapters.chunks import PackedForward
 
 LIBRARY = "diffusers"
 STATE = "_knapformer"  # the attribute of modules whose forward balance() has replaced
@@ -38,24 +37,6 @@ def check_blocks(adapter: Adapter, model: Any) -> None:
                 raise StateError(f"{name}[{i}]: got a block that came after balance(), expected balance() again")
 
 
-def packed_modules(adapter: Adapter, model: nn.Module) -> Iterator[tuple[str, nn.Module, PackedForward]]:
-    """The modules that have a packed forward, by their names. Raises ArgumentError where a forward of a user's own
-    would be bypassed."""
-    found = set()
-    for name, module in model.named_modules():
-        known = next((base for base in type(module).__mro__ if _is_one_of(adapter, adapter.packed, base)), None)
-        if known is None:
-            continue
-        if (of := _of_forward(module)) is not known:
-            _refuse(adapter, name, module, of)
-        found.add(module)
-        yield name, module, adapter.packed[known.__name__]
-    for name in adapter.lists():
-        for i, block in enumerate(model.get_submodule(name).children()):
-            if found.isdisjoint(block.modules()):
-                _refuse(adapter, f"{name}.{i}", block, _of_forward(block))
-
-
 def modules_in_parts(adapter: Adapter, model: Any) -> Iterator[tuple[str, nn.Module]]:
     """The modules of the adapter's `in_parts`, by their names."""
     owners = {"transformer": model}
@@ -75,25 +56,17 @@ def name_of(of: type, expected: Collection[str]) -> str:
     return f"{of.__name__} of {of.__module__}" if of.__name__ in expected else of.__name__
 
 
-def _of_forward(module: nn.Module) -> type:
+def of_forward(module: nn.Module) -> type:
     """The class that defines the forward that the module runs."""
     return next(base for base in type(module).__mro__ if "forward" in base.__dict__)
 
 
-def _is_one_of(adapter: Adapter, names: Collection[str], of: type) -> bool:
+def is_one_of(adapter: Adapter, names: Collection[str], of: type) -> bool:
     return of.__name__ in names and package_of(of) in (LIBRARY, package_of(type(adapter)))
 
 
-def _refuse(adapter: Adapter, name: str, module: nn.Module, of: type) -> None:
-    got, expected = name_of(of, adapter.packed), " or ".join(adapter.packed) or "none"
-    raise ArgumentError(
-        f"{name}: got {type(module).__name__} with the forward of {got}, which a packed call would not compute, "
-        f"expected that of {expected} (Adapter.packed)"
-    )
-
-
 def _check_part(adapter: Adapter, name: str, module: Any) -> None:
-    package = package_of(_of_forward(module))
+    package = package_of(of_forward(module))
     is_put = "forward" in module.__dict__ and STATE not in module.__dict__ and package not in _WRAPPERS
     if is_put or package not in (LIBRARY, *_WRAPPERS, package_of(type(adapter))):
         raise ArgumentError(
@@ -102,7 +75,7 @@ def _check_part(adapter: Adapter, name: str, module: Any) -> None:
         )
     if not hasattr(module, "processor"):
         return
-    if not _is_one_of(adapter, adapter.processors, type(module.processor)):
+    if not is_one_of(adapter, adapter.processors, type(module.processor)):
         got = name_of(type(module.processor), adapter.processors)
         expected = " or ".join(adapter.processors) or "one of Adapter.processors, which has none"
         raise StateError(f"{name}.processor: got {got}, expected {expected}")

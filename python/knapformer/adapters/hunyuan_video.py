@@ -54,6 +54,10 @@ class Hunyuan(JointAdapter):
     refiners = ("context_embedder.token_refiner.refiner_blocks",)
     in_parts = ("attn", "norm1", "norm1_context", "norm", "norm_out")
     min_text_tokens = 1
+    small = {
+        "in_channels": 3, "out_channels": 2, "num_attention_heads": 3, "attention_head_dim": 14, "num_layers": 2,
+        "num_refiner_layers": 2, "mlp_ratio": 2.0, "text_embed_dim": 10, "rope_axes_dim": (2, 4, 8),
+    }  # fmt: skip
     conditions = {
         "timestep": lambda config, size, draw: 1000 * draw.time(),
         "encoder_hidden_states": lambda config, size, draw: draw.normal(1, size.text_tokens, config.text_embed_dim),
@@ -104,11 +108,7 @@ class HunyuanVideo(Hunyuan):
         **NORM_OUT,
     }
     processors = ("HunyuanVideoAttnProcessor2_0", "AttnProcessor2_0")
-    small = {
-        "in_channels": 3, "out_channels": 2, "num_attention_heads": 3, "attention_head_dim": 14, "num_layers": 2,
-        "num_single_layers": 1, "num_refiner_layers": 2, "mlp_ratio": 2.0, "text_embed_dim": 10,
-        "pooled_projection_dim": 9, "rope_axes_dim": (2, 4, 8),
-    }  # fmt: skip
+    small = Hunyuan.small | {"num_single_layers": 1, "pooled_projection_dim": 9}
 
     def embed(self, model: Any, samples: Samples) -> Home:
         times = samples.one_each("timestep")
@@ -146,11 +146,7 @@ class HunyuanVideo15(Hunyuan):
         **NORM_OUT,
     }
     processors = ("HunyuanVideo15AttnProcessor2_0", "AttnProcessor2_0")
-    small = {
-        "in_channels": 3, "out_channels": 2, "num_attention_heads": 3, "attention_head_dim": 14, "num_layers": 2,
-        "num_refiner_layers": 2, "mlp_ratio": 2.0, "patch_size": 2, "text_embed_dim": 10, "text_embed_2_dim": 9,
-        "image_embed_dim": 11, "rope_axes_dim": (2, 4, 8),
-    }  # fmt: skip
+    small = Hunyuan.small | {"patch_size": 2, "text_embed_2_dim": 9, "image_embed_dim": 11}
     conditions = Hunyuan.conditions | {
         "timestep_r": lambda config, size, draw: 1000 * draw.time() if config.use_meanflow else None,
         "encoder_hidden_states_2": lambda config, size, draw: draw.normal(1, size.text_tokens, 9),

@@ -1,5 +1,4 @@
-"""What a balanced model does with a list of samples: when a call must say `placed=` or `planned=`, and which numbers of
-its predictions are NaN, as other ranks have computed them."""
+"""What a balanced model does with a list of samples, and when a call must say `placed=` or `planned=`."""
 
 from __future__ import annotations
 
@@ -14,7 +13,8 @@ from knapformer.adapters.adapter import Adapter
 from knapformer.adapters.checks import STATE, check_blocks, check_model
 from knapformer.adapters.chunks import Moved
 from knapformer.adapters.controls import controlled, residual_rows
-from knapformer.adapters.samples import Predictions, Sample
+from knapformer.adapters.predictions import Predictions, predictions_of
+from knapformer.adapters.samples import Sample
 from knapformer.balancer import SequenceBalancer
 from knapformer.models.packed_step import PackedStep
 from knapformer.shared_samples import source_of_shared_samples
@@ -61,14 +61,5 @@ def packed_call(
     parts = adapter.head(model, step.leave(adapter.compute(model, moved, run)), home)
     zero = torch.stack([part.out[:0].sum() for part in parts]).sum()
     predictions = [adapter.predictions(model, part.out, part.lens, home) for part in parts]
-    if not placed:
-        return Predictions(_of_samples(predictions), zero)
-    own = [adapter.predictions(model, step.is_own(part.out, part.rows), part.lens, home) for part in parts]
-    for of_part, is_own in zip(predictions, own, strict=True):
-        of_part[:] = [torch.where(flags, of, torch.nan) for flags, of in zip(is_own, of_part, strict=True)]
-    return Predictions(_of_samples(predictions), zero, _of_samples(own))
-
-
-def _of_samples(parts: list[list[torch.Tensor]]) -> list[Any]:
-    """From a list for each part of a prediction: for each sample a tensor, or a tuple of its parts."""
-    return parts[0] if len(parts) == 1 else list(zip(*parts, strict=True))
+    own = [adapter.predictions(model, step.is_own(part.out, part.rows), part.lens, home) for part in parts if placed]
+    return predictions_of(predictions, zero, own)

@@ -30,7 +30,7 @@ from knapformer.adapters.named import defaults_of
 from knapformer.adapters.registry import adapter_of, find_model, register
 from knapformer.adapters.samples import Sample
 from knapformer.balancer import SequenceBalancer
-from knapformer.models.parallel import init_weights, train_adapters
+from knapformer.models.training import init_weights, train_adapters
 
 OUTPUTS, GRADIENTS = 1e-5, 5e-5  # tolerances: of an output's largest value, and of a parameter's largest gradient
 # So slow that sharing of a few dozen tokens pays; and, with a slow network, that their keys travel in stages.
@@ -259,19 +259,18 @@ def _called_by(call: Callable[[], Any]) -> set[nn.Module]:
 
 def _on_ranks(small: SmallModel, ranks: int) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (ranks, folder, small.model_class, small.adapter, small.fields)
-        spawn(_rank_main, arguments, nprocs=ranks)
+        spawn(_rank_main, (ranks, folder, small), nprocs=ranks)
         found = [Path(folder, str(rank)).read_text().splitlines() for rank in range(ranks)]
     return [f"rank {rank}: {difference}" for rank, of in enumerate(found) for difference in of]
 
 
-def _rank_main(rank: int, ranks: int, folder: str, model_class: type, adapter: type[Adapter], fields: Any) -> None:
+def _rank_main(rank: int, ranks: int, folder: str, small: SmallModel) -> None:
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=120)
     dist.init_process_group("gloo", f"file://{folder}/store", timeout, rank=rank, world_size=ranks)
-    if adapter_of(model_class) is not adapter:
-        register(model_class, adapter)
-    small, found = SmallModel(model_class, controlled=True, **fields), []
+    if adapter_of(small.model_class) is not small.adapter:
+        register(small.model_class, small.adapter)
+    found: list[str] = []
     cut: dict[str, Any] = {"model": TrainedModel(num_heads=1, cuts_queries=True)}
     in_stages = cut | {"topology": f"g{ranks}n1", "cluster": _SLOW}
     for way, options in (("", {}), ("with queries cut, ", cut), ("with keys in stages, ", in_stages)):

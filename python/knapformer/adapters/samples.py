@@ -1,14 +1,12 @@
-"""The samples of a packed call, read and checked; and what it returns."""
+"""The samples of a packed call, read and checked."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 
 from knapformer import ArgumentError
@@ -233,49 +231,3 @@ def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     packed = torch.cat([tensor.flatten() for tensor in on_device]).cpu()
     parts = iter(packed.split([tensor.numel() for tensor in on_device]))
     return [tensor if tensor.is_cpu else next(parts).view(tensor.shape) for tensor in tensors]
-
-
-@dataclass(eq=False)
-class Predictions(Sequence[Any]):
-    """What diffusers' forward would have returned for each sample, in order; each with its batch of one: a tensor, or a
-    tuple of tensors where a model predicts video and audio.
-
-    zero: a scalar 0 to add to the loss. It carries the graph. So backward runs, with its collectives, and every
-    parameter gets its (zero) gradient, on a rank without samples, or one that drops the losses of its samples:
-
-        loss = sum((weigh(prediction, sample) for prediction, sample in zip(predictions, samples)), predictions.zero)
-
-    own: of a call with placed=True, for each prediction a tensor of flags of its shape (or a tuple of them): which
-    numbers this rank has computed. The others are NaN, and carry no gradient; each number is some rank's own. So the
-    parts of a loss on all ranks add up to that of whole samples, where each sums over its own numbers:
-
-        torch.where(own, (prediction - target).square(), 0).sum() / prediction.numel()
-
-    It is a dataclass and registered with pytree, so that FSDP and DDP find the tensors inside for their backward hooks.
-    accelerate's mixed precision makes outputs float32 that have a dtype and `float()`.
-    """
-
-    tensors: list[Any]
-    zero: Tensor
-    own: list[Any] | None = None
-
-    def __len__(self) -> int:
-        return len(self.tensors)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.tensors[index]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.zero.dtype
-
-    def float(self) -> Predictions:
-        return Predictions(pytree.tree_map(torch.Tensor.float, self.tensors), self.zero.float(), self.own)
-
-
-pytree.register_pytree_node(
-    Predictions,
-    lambda predictions: ([*predictions.tensors, predictions.zero], predictions.own),
-    lambda parts, own: Predictions(list(parts)[:-1], list(parts)[-1], own),
-    serialized_type_name="knapformer.adapters.Predictions",
-)

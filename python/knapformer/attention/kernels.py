@@ -164,7 +164,7 @@ class Pairing:
     def one_kernel(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
         options: dict[str, object] = {"window_size": (-1, 0)} if causal else {}
         if k.shape[1] != q.shape[1]:
-            if "enable_gqa" in _kernel_options():
+            if _TAKES_GROUPED_HEADS:
                 options["enable_gqa"] = True
             else:
                 k, v = _for_each_head(q, k, v)
@@ -185,6 +185,7 @@ class Pairing:
 # Of a step as many as its bag has degrees; those of micro-batches in flight are kept, too.
 _pairing = functools.lru_cache(maxsize=64)(Pairing)
 _WITHOUT_KERNEL = ["cpu"]  # devices that have none for variable lengths
+_TAKES_GROUPED_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def _scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
@@ -213,11 +214,6 @@ def _for_each_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 @functools.lru_cache(maxsize=64)
 def _masked(seq_lens: tuple[int, ...], mask: str) -> MaskedAttention:
     return MaskedAttention(seq_lens, [mask] * len(seq_lens))
-
-
-@functools.cache
-def _kernel_options() -> frozenset[str]:
-    return frozenset(inspect.signature(varlen_attn).parameters)
 
 
 @functools.cache

@@ -38,10 +38,9 @@ def lengths_list(lens: Lengths) -> list[int]:
     return cast("list[int]", lens.tolist())
 
 
-def segment_index(lens: Lengths, device: torch.device | None = None) -> Tensor:
-    """(tokens,) int64: the sequence that each token belongs to. Computed on the host, one copy to `device`."""
-    index = torch.repeat_interleave(torch.as_tensor(lengths_list(lens), dtype=torch.int64))
-    return to_device(index, device)
+def segment_index(lens: Lengths) -> Tensor:
+    """(tokens,) int64 on the CPU: the sequence that each token belongs to."""
+    return torch.repeat_interleave(torch.as_tensor(lengths_list(lens), dtype=torch.int64))
 
 
 def positions(lens: Lengths, device: torch.device | None = None) -> Tensor:

@@ -2,8 +2,9 @@
 
 from knapformer.attention.kernels import PackedAttention, varlen_attention
 from knapformer.attention.masked import MaskedAttention
+from knapformer.checkpointing import set_checkpointing
 from knapformer.models.packed_step import PackedStep
-from knapformer.models.parallel import init_weights, set_checkpointing, shard_model
+from knapformer.models.training import init_weights, shard_model
 from knapformer.models.transformer import Transformer
 
 __all__ = [

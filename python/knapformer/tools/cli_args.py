@@ -30,11 +30,9 @@ def integer(low: int, high: int) -> Callable[[str], int]:
     return _bounded(int, lambda value: low <= value <= high, f"an integer from {low} to {high}")
 
 
-def number(low: float = 0, inclusive: bool = False) -> Callable[[str], float]:
-    def fits(value: float) -> bool:
-        return math.isfinite(value) and (value > low or (inclusive and value == low))
-
-    return _bounded(float, fits, f"a finite number {'>=' if inclusive else '>'} {low:g}")
+def number(inclusive: bool = False) -> Callable[[str], float]:
+    expected = f"a finite number {'>=' if inclusive else '>'} 0"
+    return _bounded(float, lambda value: 0 < value < math.inf or (inclusive and value == 0), expected)
 
 
 def counts(high: int) -> Callable[[str], list[int]]:

@@ -184,10 +184,11 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[VarlenKernel]:
     kernel = VarlenKernel()
     monkeypatch.setattr(kernels, "varlen_attn", kernel)
     monkeypatch.setattr(kernels, "_WITHOUT_KERNEL", [])
-    for cached in (kernels._kernel_runs, kernels._kernel_options, kernels._pairing):
+    monkeypatch.setattr(kernels, "_TAKES_GROUPED_HEADS", False)
+    for cached in (kernels._kernel_runs, kernels._pairing):
         cached.cache_clear()
     yield kernel
-    for cached in (kernels._kernel_runs, kernels._kernel_options, kernels._pairing):
+    for cached in (kernels._kernel_runs, kernels._pairing):
         cached.cache_clear()
 
 

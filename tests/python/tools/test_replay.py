@@ -14,7 +14,7 @@ from flop_clock import flops_of
 from knapformer.adapters.named import build_model, config_from_dict, load_config
 from knapformer.tools.cli import main
 from knapformer.tools.replay import shares as replay_shares
-from knapformer.tools.replay.shares import RankSeconds, RankShare, Replayer, Variant, correlation, shares_of, spread
+from knapformer.tools.replay.shares import RankSeconds, RankShare, Replayer, correlation, figures, shares_of, spread
 from knapformer.tools.ways import OptimizerStep
 from masks import dense_mask
 from printed import check_tables
@@ -99,7 +99,7 @@ def test_figures_by_hand() -> None:
     measured = [[RankSeconds(3.0, 0.0, 1.0), RankSeconds(2.0, 0.0, 4.0)], [RankSeconds(2, 0, 2), RankSeconds(2, 0, 2)]]
     free = cluster(node_bytes_per_s=1e30)
     by_step = [OptimizerStep([plan]) for plan in plans], [[ranks] for ranks in measured]
-    got = Variant("g2n1", *by_step).figures(free, model, peak_tflops=10.0)
+    got = figures("g2n1", *by_step, free, model, peak_tflops=10.0)
     # Ranks that share wait for the longer per-token phase and then for the longer attention phase.
     assert got["fbl_per_step_s"] == pytest.approx([7.0, 4.0]) and got["fbl_s"] == pytest.approx(5.5)
     assert got["slowest_rank_s"] == pytest.approx((6.0 + 4.0) / 2)
@@ -108,7 +108,7 @@ def test_figures_by_hand() -> None:
     flops = [sum(24 * n * WIDTH**2 + 4 * n**2 * WIDTH for n in lens) for lens in ([100, 20, 40], [60, 60, 60])]
     assert got["hfu"] == pytest.approx(4 * statistics.fmean(flops) * 5 / (5.5 * 2 * 10e12))
     assert got["correlation"] is None  # the plans are even
-    slow = Variant("g2n1", *by_step).figures(cluster(node_bytes_per_s=1e6), model, None)
+    slow = figures("g2n1", *by_step, cluster(node_bytes_per_s=1e6), model, None)
     assert slow["hfu"] is None and slow["token_s"] == got["token_s"]
     # What the model adds is what it adds to its own compute.
     added = [kf.predict_micro_batch(plan, cluster(node_bytes_per_s=1e6), model) for plan in plans]
@@ -116,8 +116,8 @@ def test_figures_by_hand() -> None:
     assert slow["route_s"] == pytest.approx(statistics.fmean(step.route_s for step in added)) and slow["route_s"] > 0
     home = [plan_home(plan) for plan in plans]
     seconds = [[RankSeconds(3, 1), RankSeconds(1, 1)], [RankSeconds(1, 0), RankSeconds()]]
-    alone = Variant(None, [OptimizerStep([plan]) for plan in home], [[ranks] for ranks in seconds])
-    got = alone.figures(free, TrainedModel(num_blocks=5, num_parameters=0, shard_ranks=1, recomputes=False), None)
+    alone = [OptimizerStep([plan]) for plan in home], [[ranks] for ranks in seconds]
+    got = figures(None, *alone, free, model.replace(recomputes=False), None)
     assert got["fbl_per_step_s"] == pytest.approx([4.0, 1.0]) and got["measured_wir"] is None
     json.dumps(got, allow_nan=False)
 

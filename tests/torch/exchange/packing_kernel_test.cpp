@@ -11,6 +11,7 @@
 #include <numeric>
 #include <random>
 
+#include "knapformer/core/plan/attention_tables.h"
 #include "knapformer/torch/exchange/exchange_buffer.h"
 #include "tests/core/cases.h"
 #include "tests/torch/exchange/tables.h"

@@ -19,19 +19,15 @@ class RankFiller {
         topology_(plan.input().sequences.topology),
         held_(static_cast<size_t>(topology_.num_ranks()) * plan.input().num_micro_batches),
         micro_batches_(plan.micro_batches()) {
-    const PlanInput& step = plan.input().sequences;
-    std::vector<int32_t> next_id(plan.plans().size());
-    for (int32_t s = 0; s < step.seq_lens.num_sequences(); ++s) {
-      const MicroBatchPlan& micro_batch = plan.plans()[micro_batches_[s]];
-      const SequenceId id(next_id[micro_batches_[s]]++);
-      placements_.push_back(micro_batch.placement(id));
+    plan.for_each_sequence([&](SequenceId s, const MicroBatchPlan& micro_batch, SequenceId id) {
+      const Placement& place = placements_.emplace_back(micro_batch.placement(id));
       for (const Chunk& chunk : micro_batch.chunks(id)) chunk_lens_.values.push_back(chunk.num_tokens);
       chunk_lens_.end_list();
-      count(s, +1);
-      sequences_of_[{replica_of(placements_[s].bag), placements_[s].degree}].push_back(s);
-    }
+      count(s.value, +1);
+      sequences_of_[{replica_of(place.bag), place.degree}].push_back(s.value);
+    });
     for (auto& [key, sequences] : sequences_of_)
-      std::ranges::stable_sort(sequences, {}, [&](int32_t s) { return step.work(SequenceId(s)); });
+      std::ranges::stable_sort(sequences, {}, [&](int32_t s) { return plan.input().sequences.work(SequenceId(s)); });
   }
 
   Plan run() {

@@ -20,7 +20,7 @@ from knapformer import Cluster, Sample, SequenceBalancer, StateError, TrainedMod
 from knapformer.adapters.named import ModelConfig, build_model, random_batch
 from knapformer.calibration import Calibration, ExchangeCost
 from knapformer.models.packed_step import PackedStep
-from knapformer.models.parallel import DTYPES
+from knapformer.models.training import DTYPES
 from knapformer.tools.calibrate.fit import MAX_EXCHANGE_ERROR, calibration_of, error_warnings, fit_exchange, fit_fixed
 from knapformer.tools.files import Progress, show, table_of, write_json
 from knapformer.tools.measure.blocks import BlockKind, BlockTimes, kinds_of, packed_lengths, sharded_model, time_blocks
@@ -224,9 +224,7 @@ def fits(config: ModelConfig, device: torch.device) -> bool:
     if device.type == "cuda":
         memory_bytes = torch.cuda.get_device_properties(device).total_memory
     else:  # a rank's share of the host's
-        memory_bytes = (
-            os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        )
+        memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // int(os.environ["LOCAL_WORLD_SIZE"])
     smallest = torch.tensor(memory_bytes)
     dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
     return 2 * 4 * num_parameters / dist.get_world_size() <= smallest.item() / 2

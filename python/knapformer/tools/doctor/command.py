@@ -10,13 +10,14 @@ from knapformer import ArgumentError, Cluster
 from knapformer.tools import cli_args, settings
 from knapformer.tools.baselines import baselines
 from knapformer.tools.cli_args import add
+from knapformer.tools.columns import MEANINGS
 from knapformer.tools.doctor.alternatives import Result, alternatives, ranked, sharing, simulate
 from knapformer.tools.doctor.findings import Findings
 from knapformer.tools.doctor.memory import DEVICE_GIB, MemoryModel
 from knapformer.tools.doctor.verdict import decide
 from knapformer.tools.draws import Source
 from knapformer.tools.files import Progress, write_json
-from knapformer.tools.lengths_files import FORMATS, MEANINGS
+from knapformer.tools.lengths_files import FORMATS
 from knapformer.tools.model_presets import DEFAULT_PRESET, PRESETS, Preset
 from knapformer.tools.ways import DrawnSteps, PlanCost
 

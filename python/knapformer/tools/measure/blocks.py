@@ -21,8 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 from knapformer.adapters.drawn import Draw
 from knapformer.adapters.named import ModelConfig, PackedModel, build_model, materialize
+from knapformer.checkpointing import set_checkpointing
 from knapformer.models.packed_step import PackedStep
-from knapformer.models.parallel import init_weights, set_checkpointing, shard_model, train_adapters
+from knapformer.models.training import init_weights, shard_model, train_adapters
 from knapformer.tools.measure.timing import Work, measured_rounds, relative_spread
 
 # Several short sequences are packed and measured together, as they run in training.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import subprocess
@@ -28,7 +29,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def default_dtype(device: torch.device) -> str:
-    """A name in knapformer.models.parallel.DTYPES."""
+    """A name in knapformer.models.training.DTYPES."""
     return "fp32" if device.type == "cpu" else "bf16"
 
 
@@ -53,12 +54,10 @@ def host_environment() -> dict[str, Any]:
 
 
 def _processor() -> str:
-    try:
+    with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
     return platform.processor() or platform.machine()
 
 

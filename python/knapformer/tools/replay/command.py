@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from knapformer import ArgumentError, Plan, Topology
+from knapformer import ArgumentError, Topology
 from knapformer.tools import cli_args, settings
 from knapformer.tools.cli_args import DRAW, add
 from knapformer.tools.draws import Source
@@ -21,7 +21,6 @@ from knapformer.tools.ways import NO_BALANCER, DrawnSteps, OptimizerStep, PlanCo
 
 if TYPE_CHECKING:
     from knapformer.adapters.named import ModelConfig
-    from knapformer.tools.replay.shares import RankShare
 
 _DEFAULT_MODELS = {"cuda": "flux", "cpu": "flux-narrow"}
 _COLUMNS = {
@@ -54,9 +53,9 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     cli_args.check_torch()
     from knapformer.adapters.named import load_config
-    from knapformer.models.parallel import DTYPES
+    from knapformer.models.training import DTYPES
     from knapformer.tools.measure.environment import default_dtype, device_name, environment
-    from knapformer.tools.replay.shares import Replayer, Variant, shares_of
+    from knapformer.tools.replay.shares import Replayer, figures, shares_of
 
     device = use_device(args.device)
     args.model = args.model or _DEFAULT_MODELS[device.type]
@@ -73,21 +72,20 @@ def run(args: argparse.Namespace) -> None:
     mode = "lora" if model.mode == "lora" else "training"
     replayer = Replayer(config, device, DTYPES[dtype], args.recomputes, mode)
     model = model.replace(num_parameters=replayer.num_parameters, mode=mode)
-
-    def shares_in(plan: Plan) -> list[RankShare]:
+    shares = []
+    for plan in plans:
         text_tokens = [config.text_tokens(length) for lens in plan.seq_lens for length in lens]
-        return shares_of(plan, config.num_heads, config.num_kv_heads, text_tokens, config.text_beside)
-
-    shares = [share for plan in plans for share in shares_in(plan)]
+        shares += shares_of(plan, config.num_heads, config.num_kv_heads, text_tokens, config.text_beside)
     pieces = replayer.pieces_of(shares)
     with Progress(len(pieces) * (args.repeats + args.warmup)) as progress:
         progress.describe("replaying")
         of_share = iter(replayer.run(pieces, len(shares), args.repeats, args.warmup, progress.count))
     variants = [
-        Variant(
+        figures(
             None if name == NO_BALANCER else name, steps,
             [[list(islice(of_share, plan.num_ranks)) for plan in step.plans] for step in steps],
-        ).figures(cluster, model, args.peak_tflops)
+            cluster, model, args.peak_tflops,
+        )
         for name, steps in ways.items()
     ]  # fmt: skip
     num_ranks, planning = plans[0].num_ranks, replace(planning, model=model)

@@ -105,49 +105,42 @@ class RankSeconds(NamedTuple):
     shared_attention_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class Variant:
-    """One way to place the sequences, and what was measured of it: for each step, each of its micro-batches."""
+def figures(
+    name: str | None, steps: Sequence[OptimizerStep], by_step: Sequence[Sequence[Sequence[RankSeconds]]],
+    cluster: Cluster, model: TrainedModel, peak_tflops: float | None,
+) -> dict[str, Any]:  # fmt: skip
+    """Means over the steps of the measured compute, with the waits and communication that the cluster model adds; ready
+    for JSON: infinite or undefined figures become None. Work and seconds of ranks are listed by micro-batch, all steps
+    one after another. name: None: every sequence at home. by_step: what was measured, [step][micro-batch][rank]."""
+    # The model wants seconds of one block's forward pass.
+    layers, attention = model.num_blocks * model.token_passes, model.num_blocks * model.attention_passes
 
-    name: str | None  # None: every sequence at home
-    steps: Sequence[OptimizerStep]
-    measured: Sequence[Sequence[Sequence[RankSeconds]]]  # of each rank
-
-    def figures(self, cluster: Cluster, model: TrainedModel, peak_tflops: float | None) -> dict[str, Any]:
-        """Means over the steps of the measured compute, with the waits and communication that the cluster model adds;
-        ready for JSON: infinite or undefined figures become None. Work and seconds of ranks are listed by micro-batch,
-        all steps one after another."""
-        # The model wants seconds of one block's forward pass.
-        layers, attention = model.num_blocks * model.token_passes, model.num_blocks * model.attention_passes
-
-        def time_of(plan: Plan, ranks: Sequence[RankSeconds]) -> MicroBatchTime:
-            of_block = [
-                (r.token_s / layers, r.whole_attention_s / attention, r.shared_attention_s / attention) for r in ranks
-            ]
-            return predict_micro_batch(plan, cluster, model.replace(routed=plan.model.routed), of_block)
-
-        steps = [
-            replace(step, times=list(map(time_of, step.plans, of_plans)))
-            for step, of_plans in zip(self.steps, self.measured, strict=True)
+    def time_of(plan: Plan, ranks: Sequence[RankSeconds]) -> MicroBatchTime:
+        of_block = [
+            (r.token_s / layers, r.whole_attention_s / attention, r.shared_attention_s / attention) for r in ranks
         ]
-        mean = means(steps, None)
-        plans = [plan for step in self.steps for plan in step.plans]
-        of_ranks = [ranks for of_step in self.measured for ranks in of_step]
-        seconds, work = [[sum(rank) for rank in ranks] for ranks in of_ranks], [plan.workload_after for plan in plans]
-        busy = [k for k, plan in enumerate(plans) if plan.num_tokens > 0]  # a planned step may have empty micro-batches
-        busy_work, busy_seconds = ([of[k] for k in busy] for of in (work, seconds))
-        of_steps = [step.figures["total_s"] for step in steps]
-        return {
-            **measured(self.name, steps, of_steps, model, peak_tflops),
-            **{term: mean[term] for term in (*MicroBatchTime.labels(), "compute_s", "fsdp_bytes")},
-            "slowest_rank_s": math.fsum(max(of) for of in seconds) / len(steps),
-            "measured_wir": number_or_none(statistics.fmean(_max_over_min(of) for of in busy_seconds)),
-            "exchanged_bytes": mean["route_bytes"] + mean["attention_bytes"],
-            "correlation": correlation(busy_work, busy_seconds),
-            "spread": spread(busy_work, busy_seconds),
-            "work_per_rank": work,
-            "seconds_per_rank": of_ranks,
-        }
+        return predict_micro_batch(plan, cluster, model.replace(routed=plan.model.routed), of_block)
+
+    times = [list(map(time_of, step.plans, of_plans)) for step, of_plans in zip(steps, by_step, strict=True)]
+    steps = [replace(step, times=of) for step, of in zip(steps, times, strict=True)]
+    mean = means(steps, None)
+    plans = [plan for step in steps for plan in step.plans]
+    of_ranks = [ranks for of_step in by_step for ranks in of_step]
+    seconds, work = [[sum(rank) for rank in ranks] for ranks in of_ranks], [plan.workload_after for plan in plans]
+    busy = [k for k, plan in enumerate(plans) if plan.num_tokens > 0]  # a planned step may have empty micro-batches
+    busy_work, busy_seconds = ([of[k] for k in busy] for of in (work, seconds))
+    wirs = [max(of) / min(of) if min(of) > 0 else math.inf for of in busy_seconds]
+    return {
+        **measured(name, steps, [step.figures["total_s"] for step in steps], model, peak_tflops),
+        **{term: mean[term] for term in (*MicroBatchTime.labels(), "compute_s", "fsdp_bytes")},
+        "slowest_rank_s": math.fsum(max(of) for of in seconds) / len(steps),
+        "measured_wir": number_or_none(statistics.fmean(wirs)),
+        "exchanged_bytes": mean["route_bytes"] + mean["attention_bytes"],
+        "correlation": correlation(busy_work, busy_seconds),
+        "spread": spread(busy_work, busy_seconds),
+        "work_per_rank": work,
+        "seconds_per_rank": of_ranks,
+    }
 
 
 def correlation(work: Sequence[Sequence[float]], seconds: Sequence[Sequence[float]]) -> float | None:
@@ -163,10 +156,6 @@ def spread(work: Sequence[Sequence[float]], seconds: Sequence[Sequence[float]]) 
     pairs = (pair for of in zip(work, seconds, strict=True) for pair in zip(*of, strict=True))
     per_flop = [s / w for w, s in pairs if w > 0]
     return statistics.pstdev(per_flop) / statistics.fmean(per_flop)
-
-
-def _max_over_min(values: Sequence[float]) -> float:
-    return max(values) / min(values) if min(values) > 0 else math.inf
 
 
 class _PassThrough(torch.autograd.Function):

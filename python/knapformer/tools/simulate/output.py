@@ -36,17 +36,6 @@ class Variant:
     same_samples: bool = True  # whether it computes the samples that were drawn
 
 
-def _highest_work(step: OptimizerStep) -> float:
-    """The sum over micro-batches of one block's FLOPs on the most loaded rank. The step's time follows this sum, since
-    ranks wait for each other in every micro-batch."""
-    return math.fsum(max(plan.workload_after) for plan in step.plans)
-
-
-def _own_work(step: OptimizerStep) -> float:
-    """FLOPs of one block on the step's samples, without padding."""
-    return step.own_share * math.fsum(work for plan in step.plans for work in plan.workload_after)
-
-
 def figures(variant: Variant, baseline: Variant, model: TrainedModel, peak_tflops: float | None) -> dict[str, Any]:
     """A variant's figures, ready for JSON. A variant with other samples does more or less work in a step: its gains are
     scaled by the ratio of work."""
@@ -54,14 +43,18 @@ def figures(variant: Variant, baseline: Variant, model: TrainedModel, peak_tflop
     def ratio(work: Callable[[OptimizerStep], float]) -> float:
         return math.fsum(map(work, baseline.steps)) / math.fsum(map(work, variant.steps))
 
-    work = 1.0 if variant.same_samples else 1 / ratio(_own_work)
+    # FLOPs of one block: on the samples, without padding; and on the most loaded rank of each micro-batch, which the
+    # step's time follows, since ranks wait for each other in every one.
+    own = ratio(lambda step: step.own_share * math.fsum(of for plan in step.plans for of in plan.workload_after))
+    highest = ratio(lambda step: math.fsum(max(plan.workload_after) for plan in step.plans))
+    work = 1.0 if variant.same_samples else 1 / own
     plans = [plan for step in variant.steps for plan in step.plans]
     latencies_s, of_baseline = ([step.latency_s for step in of.measured] for of in (variant, baseline))
     return {
         **measured(variant.name, variant.steps, latencies_s, model, peak_tflops),
         "fbl_median_s": statistics.median(latencies_s),
         "speed_up": work * math.fsum(of_baseline) / math.fsum(latencies_s),
-        "promised_speed_up": work * ratio(_highest_work),
+        "promised_speed_up": work * highest,
         "tokens_moved": sum(plan.tokens_moved for plan in plans) / sum(plan.num_tokens for plan in plans),
         "work": work,
         "loss_per_step": [step.loss for step in variant.measured],

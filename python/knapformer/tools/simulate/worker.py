@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from knapformer import Plan, SequenceBalancer
 from knapformer.adapters.named import ModelConfig, PackedModel, random_batch
 from knapformer.losses import count_over_ranks, global_mean, token_mean
-from knapformer.models.parallel import DTYPES
+from knapformer.models.training import DTYPES
 from knapformer.tools.files import Progress
 from knapformer.tools.measure.blocks import sharded_model
 from knapformer.tools.measure.environment import default_dtype, environment

@@ -1,10 +1,9 @@
-"""How models are trained: FSDP2 and activation checkpointing per block, adapters, precision, weights."""
+"""How models are trained: FSDP2 per block, adapters, precision, weights."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,27 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from knapformer import ArgumentError
 
 DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
-
-
-def set_checkpointing(model: nn.Module, enabled: bool = True, *, keep_exchanges: bool = False) -> None:
-    """Every block is computed again in the backward pass instead of keeping its activations.
-
-    model: a balanced one of diffusers or of knapformer.models.
-    keep_exchanges: keeps the results of the balancer's exchanges, so that no exchange is repeated
-    (`knapformer.checkpointing.keep_exchanges`).
-    """
-    contexts: Any = noop_context_fn
-    if keep_exchanges:
-        from knapformer.checkpointing import keep_exchanges as contexts
-    run: Any = partial(checkpoint, use_reentrant=False, context_fn=contexts)
-    for module in model.modules():
-        if hasattr(module, "gradient_checkpointing"):
-            module.__dict__.update(gradient_checkpointing=enabled, _gradient_checkpointing_func=run)
 
 
 def train_adapters(model: nn.Module, blocks: Iterable[nn.Module], rank: int = 16) -> None:
