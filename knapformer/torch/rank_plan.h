@@ -20,7 +20,7 @@
 #include "knapformer/torch/comm/comm_group.h"
 #include "knapformer/torch/exchange/arguments.h"
 #include "knapformer/torch/exchange/copies.h"
-#include "knapformer/torch/exchange/packed_table.h"
+#include "knapformer/torch/exchange/table_tensors.h"
 
 namespace knapformer {
 

@@ -14,7 +14,7 @@
 
 #include "knapformer/core/plan/attention_shares.h"
 #include "knapformer/torch/comm/comm_group.h"
-#include "knapformer/torch/exchange/packed_table.h"
+#include "knapformer/torch/exchange/table_tensors.h"
 
 namespace knapformer {
 

@@ -21,8 +21,8 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "knapformer/torch/exchange/packed_table.h"
 #include "knapformer/torch/exchange/packing_kernel.h"
+#include "knapformer/torch/exchange/table_tensors.h"
 
 namespace knapformer {
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from knapformer.adapters.chunks import Chunks, Home, Moved, RunBlock, call
 from knapformer.adapters.joint import JointAdapter, final_norm, rotations_of_ids
+from knapformer.adapters.parts import part_of
 from knapformer.adapters.samples import Samples, one_after_another
 from knapformer.attention.packed_rows import TwoStreams, gated_add, modulate, rotation_of, rows_of_runs
 
@@ -95,7 +96,7 @@ class Flux3(JointAdapter):
         of_image, of_known = F.silu(cond).unbind(1)
         for kind, active in ((_IMAGE, of_image), (_REFERENCE, of_known)):
             rows = model.early_stream_modulations[_NAMES[kind]](active)
-            x = chunks.part(kind, lens).through(model.mode_blocks[_NAMES[kind]], run, x, rows)
+            x = part_of(chunks, kind, lens).through(model.mode_blocks[_NAMES[kind]], run, x, rows)
 
         of_kinds = zip(_NAMES, (of_known, of_image, of_known), strict=True)
         table = torch.stack([model.single_stream_modulations[name](active) for name, active in of_kinds], 1)

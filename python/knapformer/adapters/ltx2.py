@@ -15,7 +15,8 @@ from torch import Tensor
 from knapformer import ArgumentError
 from knapformer.adapters.chunks import Home, Moved, Part, RunBlock
 from knapformer.adapters.drawn import random_mask, random_times
-from knapformer.adapters.joint import JointAdapter, JointChunks, PartChunks, counts_of, parts_attention
+from knapformer.adapters.joint import JointAdapter, JointChunks
+from knapformer.adapters.parts import PartChunks, counts_of, part_of, parts_attention
 from knapformer.adapters.samples import Samples, context_of_rows, rows_of_context
 from knapformer.attention.kernels import Pairing, pairing_of
 from knapformer.attention.packed_rows import Segments, TwoStreams, gated_add, lengths_list, modulate, runs_of, to_device
@@ -278,7 +279,7 @@ class LTX2(JointAdapter):
         coords = base.streams.split(places)[kind].t().unsqueeze(0)
         ropes = (model.rope, model.cross_attn_rope) if kind else (model.audio_rope, model.cross_attn_audio_rope)
         stream = Stream(
-            **vars(base.part(kind, lens)) | {"of_token": of_token},
+            **vars(part_of(base, kind, lens)) | {"of_token": of_token},
             prefix=prefix,
             of_crossing=of_crossing,
             turns=Turns(ropes[0], coords[:, : 3 if kind else 1]),

@@ -12,6 +12,7 @@ from torch import Tensor
 from knapformer import ArgumentError, StateError
 from knapformer.adapters.chunks import Chunks, Home, Moved, Packed, RunBlock, call
 from knapformer.adapters.joint import JointAdapter, self_attention
+from knapformer.adapters.parts import part_of
 from knapformer.adapters.samples import Samples, check_shape
 from knapformer.attention.packed_rows import gated_add, modulate, rotation_of
 
@@ -86,7 +87,7 @@ class ZImage(JointAdapter):
 
     def compute(self, model: Any, moved: Moved, run: RunBlock) -> Tensor:
         chunks, (cond, lens) = self.chunks(moved), moved.of_chunk
-        x = chunks.part(1, lens).through(model.noise_refiner, run, moved.x, cond)
+        x = part_of(chunks, 1, lens).through(model.noise_refiner, run, moved.x, cond)
         return chunks.through(model.layers, run, x, cond)
 
     def last(self, model: Any, image: Tensor, cond: Tensor, packed: Packed) -> Tensor:

@@ -1,4 +1,4 @@
-#include "knapformer/torch/exchange/packed_table.h"
+#include "knapformer/torch/exchange/table_tensors.h"
 
 #include <ATen/ops/empty.h>
 
