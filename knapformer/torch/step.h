@@ -86,7 +86,8 @@ class Step {
  private:
   const RankPlan::PackedTables& tables_on(at::Device device) const;
   void check_attention_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) const;
-  void check_mask(const KernelMask& mask) const;  // of several masks of sequences each one, once a plan
+  /// Where sequences have several masks, looks at each of them once a plan.
+  void check_mask(const KernelMask& mask) const;
   SharedAttention shared_attention(at::Device device) const;
   void check_flat(std::string_view call) const;
 

@@ -88,7 +88,8 @@ class Calibration:
         return self.seconds_per_flop * WorkloadModel(gamma).work(seq_len, self.d_model, self.mask)
 
     def cluster(self, of: Cluster | None = None) -> Cluster:
-        """`of` (default: Cluster()), with the fields that were measured here in place of its own."""
+        """`of` (default: Cluster()), with the fields that were measured here in place of its own, and without overlap
+        if there is none on this device."""
         base = (of or Cluster()).replace(flops_per_s=self.flops_per_s)
         fields: dict[str, Any] = {"overlaps_attention": base.overlaps_attention and self.overlaps_attention}
         for name, cost in (("node", self.node), ("network", self.network)):

@@ -1,1 +1,0 @@
-"""The command `knapformer`: its subcommands, and what they share."""

@@ -116,6 +116,11 @@ def test_the_file_round_trips_and_stands_in_for_gamma(tmp_path: Path, capsys: py
     calibration = Calibration.load(path)
     assert calibration.node == ExchangeCost(2, 3e-5, 4e9, 0.01) and calibration.fixed == FixedCost(2, 0.03)
     assert dataclasses.replace(calibration, node=None, fixed=None) == fitted()
+    on_cpu = dataclasses.replace(calibration, overlaps_attention=False)
+    overlaps = [
+        of.cluster(base).overlaps_attention for of in (calibration, on_cpu) for base in (None, kf.Cluster("cpu"))
+    ]
+    assert overlaps == [True, False, False, False]
     lengths = [[1000, 50], [300]]
     assert kf.plan(lengths, "g2n1", d_model=WIDTH, gamma=calibration) == kf.plan(
         lengths, "g2n1", d_model=WIDTH, gamma=calibration.gamma

@@ -160,13 +160,13 @@ class Search {
 
   /// Makes the change in the trees, unless it raises the energy by `allowed` or more.
   bool is_kept(const Change& change, double allowed) {
-    const auto [a, b, from, to, from_bag, to_bag] = change;
+    const int32_t a = change.a, b = change.b, from = change.from, to = change.to;
     const auto items = trees_.items();
     const auto energy = [&] {
       return energy_of(change.from_bag) + (change.in_one_bag() ? 0 : energy_of(change.to_bag));
     };
     const double before = energy();
-    // Most changes overfill the node that gets more by far, which is seen before anything is changed.
+    // Most changes overfill the node that gets more by far, which mostly is seen before anything is changed.
     const bool to_gets_more = b < 0 || items[a].attention >= items[b].attention;
     TreeItem more = items[to_gets_more ? a : b];
     if (b >= 0) {

@@ -151,8 +151,8 @@ class PlacementTrees {
   /// The slowest groups dominate its gradient, the more so the closer the floor is to the reference.
   void set_reference(double floor, double reference);
 
-  /// No more than the energy of v's bag once v gets `more`, whose work is not negative, and `from` gives some: a few
-  /// operations, where no group of both is to be looked at; otherwise 0.
+  /// A lower bound of the energy of v's bag after v gets `more`, and `from` gives as much, in a few operations. 0 where
+  /// both are in one connected group.
   double least_energy(const TreeItem& more, int32_t v, int32_t from) const;
 
   /// The nodes that a change of one or two nodes affects: these and the nodes above them, each once, children before

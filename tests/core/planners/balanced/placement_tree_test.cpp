@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <array>
 #include <vector>
 
 #include "knapformer/core/cost/step_time.h"
@@ -41,7 +42,8 @@ TEST(PlacementTrees, NoChangeHasLessThanTheLeastEnergy) {
   int num_changes = 0, num_near = 0;
   for (uint64_t seed = 0; seed < 300; ++seed) {
     Cases cases(seed);
-    PlacementTrees trees(cases.input(true), 0);
+    PlacementTrees trees(cases.input(true), 0, 2);
+    trees.set_levels(std::array{trees.unit_s(), 1.5 * trees.unit_s()});
     const auto any_node = [&] {  // mostly a rank
       auto v = static_cast<int32_t>(cases.integer(0, trees.num_nodes() - 1));
       while (trees.node(v).num_children > 0 && cases.integer(0, 9) > 0) v = trees.node(v).first_child;
@@ -50,11 +52,19 @@ TEST(PlacementTrees, NoChangeHasLessThanTheLeastEnergy) {
     std::vector<int32_t> nodes(trees.items().size());
     std::ranges::generate(nodes, any_node);
     trees.put(nodes);
-    trees.set_reference(0, trees.slowest());
+    trees.set_reference(trees.slowest() * static_cast<double>(seed % 4) / 4, trees.slowest());
     for (size_t i = 0; i < nodes.size(); ++i) {
-      const int32_t from = nodes[i], to = any_node();
+      const size_t j = static_cast<size_t>(cases.integer(0, std::ssize(nodes) - 1));  // with which it changes places
+      const bool is_swap = j > i && seed % 2 == 0;                                    // items come by descending work
+      const int32_t from = nodes[i], to = is_swap ? nodes[j] : any_node();
       if (to == from) continue;
-      const double least = trees.least_energy(trees.items()[i], to, from);
+      TreeItem more = trees.items()[i];
+      if (is_swap) {
+        more.tokens -= trees.items()[j].tokens;
+        more.attention -= trees.items()[j].attention;
+        nodes[j] = from;
+      }
+      const double least = trees.least_energy(more, to, from);
       nodes[i] = to;
       trees.put(nodes);
       const double energy = trees.state(trees.root(trees.node(to).bag)).energy;
