@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from knapformer.adapters.adapter import Adapter, expect
 from knapformer.adapters.chunks import Chunks, Home, Moved, Packed, Part, RunBlock, clip_half, rotation_rows
-from knapformer.adapters.parts import counts_of
 from knapformer.adapters.samples import Samples
 from knapformer.attention.packed_rows import Segments, TwoStreams, gated_add, modulate, rotation_of, text_flags
 
@@ -98,7 +97,7 @@ class JointAdapter(Adapter):
     @staticmethod
     def chunks(moved: Moved) -> JointChunks:
         step, x, (kinds, *rotation), _ = moved
-        text_lens = counts_of(kinds == 0, step.chunk_lens)
+        text_lens = step.counts_of(kinds == 0)
         image_lens = [length - text for length, text in zip(step.chunk_lens, text_lens, strict=True)]
         return JointChunks(
             step=step,

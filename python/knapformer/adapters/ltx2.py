@@ -16,7 +16,7 @@ from knapformer import ArgumentError
 from knapformer.adapters.chunks import Home, Moved, Part, RunBlock
 from knapformer.adapters.drawn import random_mask, random_times
 from knapformer.adapters.joint import JointAdapter, JointChunks
-from knapformer.adapters.parts import PartChunks, counts_of, part_of, parts_attention
+from knapformer.adapters.parts import PartChunks, part_of, parts_attention
 from knapformer.adapters.samples import Samples, context_of_rows, rows_of_context
 from knapformer.attention.kernels import Pairing, pairing_of
 from knapformer.attention.packed_rows import Segments, TwoStreams, gated_add, lengths_list, modulate, runs_of, to_device
@@ -284,7 +284,7 @@ class LTX2(JointAdapter):
             of_crossing=of_crossing,
             turns=Turns(ropes[0], coords[:, : 3 if kind else 1]),
             crossing_turns=Turns(ropes[1], coords[:, :1]),
-            to_text=pairing_of(counts_of(is_kind, step.chunk_lens), lengths_list(text_lens)),
+            to_text=pairing_of(step.counts_of(is_kind), lengths_list(text_lens)),
             of_text=Segments.of_lengths(text_lens, x.device),
         )
 

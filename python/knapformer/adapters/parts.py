@@ -5,18 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from knapformer.adapters.chunks import Chunks, OfSequences, RunBlock, attend_by
+from knapformer.adapters.joint import JointChunks
 from knapformer.attention.kernels import PackedAttention
-from knapformer.attention.packed_rows import Rotation, Segments, TwoStreams, lengths_list, segment_index
+from knapformer.attention.packed_rows import Rotation, Segments, TwoStreams
 from knapformer.models.packed_step import PackedStep
-
-if TYPE_CHECKING:
-    from knapformer.adapters.joint import JointChunks
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -47,7 +45,7 @@ def part_of(chunks: JointChunks, kind: int, lens: Tensor) -> PartChunks:
     flags, device = chunks.kinds == kind, chunks.streams.text_rows.device
     streams = TwoStreams.of_flags(~flags, device)
     rotation = None if chunks.rotation is None else Rotation(streams.split(chunks.rotation.turns)[1])
-    own_lens = counts_of(flags, chunks.step.chunk_lens)
+    own_lens = chunks.step.counts_of(flags)
     own = PackedStep(own_lens, 0) if chunks.step.is_alone else None
     of_token, parts = Segments.of_lengths(own_lens, device), parts_of(lens, kind)
     return PartChunks(step=chunks.step, of_token=of_token, rotation=rotation, streams=streams, parts=parts, own=own)
@@ -91,9 +89,3 @@ def parts_attention(
 
     q, k, v = (streams.join(*pair) for pair in heads)
     return streams.split(parts.attention(step, q, k, v, attend))
-
-
-def counts_of(flags: Tensor, chunk_lens: list[int]) -> list[int]:
-    """For each chunk, how many of its tokens are flagged."""
-    counts = torch.zeros(len(chunk_lens), dtype=torch.int64)
-    return lengths_list(counts.index_add_(0, segment_index(chunk_lens), flags.long()))

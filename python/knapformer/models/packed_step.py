@@ -18,7 +18,7 @@ from torch import Tensor
 from knapformer import ArgumentError
 from knapformer.attention.inputs import as_autocast
 from knapformer.attention.kernels import PackedAttention
-from knapformer.attention.packed_rows import Segments, lengths_list, to_device
+from knapformer.attention.packed_rows import Segments, lengths_list, segment_index, to_device
 
 if TYPE_CHECKING:
     from knapformer import Plan, SequenceBalancer, Step
@@ -120,6 +120,11 @@ class PackedStep:
     def segments(self, x: Tensor) -> Segments:
         """The chunk that each chunk token belongs to, on the device of x."""
         return Segments.of_lengths(self.chunk_lens, x.device)
+
+    def counts_of(self, flags: Tensor) -> list[int]:
+        """For each chunk, how many of its tokens are flagged. flags (chunk tokens,) bool, on the CPU."""
+        counts = torch.zeros(len(self.chunk_lens), dtype=torch.int64)
+        return lengths_list(counts.index_add_(0, segment_index(self.chunk_lens), flags.long()))
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: Attend | None = None) -> Tensor:
         """Every token attends to its whole sequence. q (chunk tokens, heads, head_dim), k and v with as many heads or
