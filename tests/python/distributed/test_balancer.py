@@ -194,10 +194,40 @@ def check_metrics_and_profiler_ranges(rank: int, world_size: int) -> None:
     assert any(name.startswith("knapformer::wait reverse_route(x)") for name in names)
 
 
+def check_a_kernel_that_needs_no_tokens(rank: int, world_size: int) -> None:
+    """Its result for no tokens may depend on nothing; the rank still takes part in the exchanges of gradients."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor) -> Tensor:
+        return causal_free_attention(q, k, v, seq_lens) if len(q) else q.new_zeros(0, q.shape[1], v.shape[2])
+
+    lens: list[list[int]] = [[] for _ in range(world_size - 1)] + [[13]]
+    for topology in (f"g1n{world_size}", f"g{world_size}/1n1", f"g{world_size}n1"):
+        balancer = SequenceBalancer(topology)
+        embed = torch.nn.Linear(8, 8)
+        balancer.plan_routing(lens[rank], 8)
+        _, x, _ = balancer.route(embed(torch.randn(sum(lens[rank]), 8)))
+        o = balancer.attention(*(x.view(-1, 2, 4),) * 3, attend)
+        balancer.reverse_route(o.flatten(1))[1].sum().backward()
+        assert embed.weight.grad is not None
+        balancer.plan_routing([3], 8)
+
+
+def check_groups_are_made_once(rank: int, world_size: int) -> None:
+    counts = []
+    for _ in range(3):
+        for topology in ("g2n2", "g1n2+g2n1") if world_size == 4 else ("g1n2",):
+            balancer = SequenceBalancer(topology)
+            balancer.plan_routing(LENS[world_size][rank], 8)
+        counts.append(len(torch.distributed.distributed_c10d._world.pg_map))
+    assert counts[0] == counts[1] == counts[2]
+
+
 CHECKS: list[Check] = [
     check_attention_alone_is_computed_again,
     check_log_sum_exp_and_edits_in_place,
     check_frozen_blocks_on_ranks_without_shared_rows,
+    check_a_kernel_that_needs_no_tokens,
+    check_groups_are_made_once,
     check_collective_counts,
     check_metrics_and_profiler_ranges,
 ]

@@ -50,6 +50,18 @@ def test_plan_of_a_whole_step(limit: int, capsys: pytest.CaptureFixture[str], tm
     assert "Ranks wait for each other in every micro-batch" in out
 
 
+def test_the_limit_of_a_whole_step_is_that_of_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["plan", "--topology", "g1n32", "--data", "joint", "--micro-batches", "4", "--json", "-"]
+    batches = [DataMix.parse("joint").draw_lengths(0, k, 32) for k in range(4)]
+    step = [[length for batch in batches for length in batch[rank]] for rank in range(32)]
+    model = TrainedModel(routed=False)
+    _, out, _ = run(capsys, *args)
+    free = Plan.from_json(out)
+    assert free == plan(step, "g1n32", d_model=3072, micro_batches=4, model=model)
+    _, out, _ = run(capsys, *args, "--max-tokens-per-rank", "28000")
+    assert Plan.from_json(out).max_tokens <= 28000 < free.max_tokens
+
+
 def test_what_a_plan_gains_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "lengths.json"
     path.write_text("[[10, 2000], [30], []]")
