@@ -43,6 +43,7 @@ def set_checkpointing(model: nn.Module, enabled: bool = True, *, keep_exchanges:
     model: a balanced one of diffusers or of knapformer.models.
     keep_exchanges: keeps the results of the balancer's exchanges, so that no exchange is repeated.
     """
+    # By its full name, as the argument hides the function.
     contexts: Any = knapformer.checkpointing.keep_exchanges if keep_exchanges else noop_context_fn
     run: Any = partial(checkpoint, use_reentrant=False, context_fn=contexts)
     for module in model.modules():

@@ -34,6 +34,7 @@ struct RowRun {
   bool operator==(const RowRun&) const = default;
 };
 
+/// Rows that meet one peer, before they are brought into wire order.
 struct PeerRun {
   int32_t peer = 0;
   RowRun run;

@@ -69,7 +69,7 @@ void refuse_unkept(const MicroBatchPlan& plan, const std::function<MicroBatchPla
            plan.topology().str(), "; with more effort, or in bags of more ranks, less may be possible"));
 }
 
-void refuse_unkept(const StepInput& input, std::string_view solver) {
+void refuse_step(const StepInput& input, std::string_view solver) {
   throw_argument<TokenLimitError>(
       "max_tokens_per_rank", input.sequences.max_tokens_per_rank,
       text("a limit that solver '", solver, "' keeps with topology ", input.sequences.topology.str(), " and ",

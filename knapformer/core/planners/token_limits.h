@@ -24,10 +24,10 @@ int64_t share_of_longest(const PlanInput& input);
 int64_t least_token_limit(const PlanInput& input, int32_t num_micro_batches);
 /// Throws TokenLimitError, for an input whose limit is below the least.
 [[noreturn]] void refuse_below_least(const PlanInput& input, int32_t num_micro_batches);
-/// Throws it for a plan that does not keep its limit. The error names a limit that `planner`, which made it, keeps.
+/// The same, for a plan that does not keep its limit. The error names a limit that `planner`, which made it, keeps.
 [[noreturn]] void refuse_unkept(const MicroBatchPlan& plan, const std::function<MicroBatchPlan(PlanInput)>& planner);
-/// Throws it for a step of several micro-batches.
-[[noreturn]] void refuse_unkept(const StepInput& input, std::string_view solver);
+/// The same, for a step of several micro-batches of which no plan was found that keeps it.
+[[noreturn]] void refuse_step(const StepInput& input, std::string_view solver);
 
 /// The limit of a step that is given none: half more than the fullest rank holds in the given order.
 int64_t default_token_limit(const StepInput& input);

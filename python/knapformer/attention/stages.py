@@ -14,7 +14,8 @@ from knapformer.attention.inputs import as_autocast
 
 
 def attend_in_stages(q: Tensor, stages: Iterable[tuple[Any, Tensor, Tensor]]) -> Tensor:
-    """Full attention to the keys of all stages, each (lens, k, v). lens: a Pairing's, on CUDA its offsets."""
+    """Full attention to the keys of all stages, each (lens, k, v). lens: of queries and keys; as in `Pairing.lens` on a
+    CPU, as `Pairing.offsets_on` gives them on CUDA."""
     (q,) = as_autocast(q)
     merged, o, log_sum_exp = _Merged(), None, None
     for lens, k, v in stages:

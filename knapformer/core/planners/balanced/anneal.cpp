@@ -146,11 +146,13 @@ class Search {
       b = a + (offset < kNear ? offset - kNear : offset - kNear + 1);
       if (b < 0 || b >= static_cast<int32_t>(node_.size())) return std::nullopt;
       to_bag = bag_of(b);
-    } else {
-      if (trees_.num_bags() > 1 && random_.below(4) != 0) to_bag = random_.below(trees_.num_bags());
+    } else if (trees_.num_bags() > 1 && random_.below(4) != 0) {
+      to_bag = random_.below(trees_.num_bags());
+    }
+    if (kind == 2) {
       const auto& list = items_of_bag_[to_bag];
-      if (kind == 2 && list.empty()) return std::nullopt;
-      if (kind == 2) b = list[random_.below(static_cast<int32_t>(list.size()))];
+      if (list.empty()) return std::nullopt;
+      b = list[random_.below(static_cast<int32_t>(list.size()))];
     }
     const int32_t to = b < 0 ? random_node(a, to_bag) : node_[b];
     if (to < 0 || to == from) return std::nullopt;
@@ -166,7 +168,7 @@ class Search {
       return energy_of(change.from_bag) + (change.in_one_bag() ? 0 : energy_of(change.to_bag));
     };
     const double before = energy();
-    // Most changes overfill the node that gets more by far, which mostly is seen before anything is changed.
+    // Most changes overfill the node that gets more by far. That is mostly seen before anything is changed.
     const bool to_gets_more = b < 0 || items[a].attention >= items[b].attention;
     TreeItem more = items[to_gets_more ? a : b];
     if (b >= 0) {
